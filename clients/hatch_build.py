@@ -1,4 +1,4 @@
-"""Build hook: puts the protocol and the errors of mpsd into the package.
+"""Build hook: puts the protocol and some values of mpsd into the package.
 
 From the source tree they come from ../mpsd; in an sdist they are there already.
 """
@@ -10,7 +10,12 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-CARRIED = {"wire": "mpsd_client/_wire", "errors.py": "mpsd_client/_errors.py"}
+CARRIED = {
+    "wire": "mpsd_client/_wire",
+    "base/errors.py": "mpsd_client/_errors.py",
+    "base/protection.py": "mpsd_client/_protection.py",
+    "base/percentages.py": "mpsd_client/_percentages.py",
+}
 
 
 class CarryProtocol(BuildHookInterface):  # type: ignore[type-arg]

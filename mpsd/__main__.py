@@ -1,4 +1,4 @@
-"""The entry point of `mpsd`, before anything large is imported."""
+"""The entry point of `mpsd`. It keeps large optional modules out before any other import."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import sys
 from collections.abc import Sequence
 
 
-def _without_weight() -> None:
-    """What stays resident and is never used: asyncio takes ssl where there is one (4 MiB; mpsd talks to
-    local sockets only), structlog takes rich and better_exceptions for its console (4 MiB; mpsd prints
-    plain lines). All do without where the import fails, as it does for None."""
+def _skip_optional_modules() -> None:
+    """Keep optional modules out of memory that mpsd never uses.
+
+    asyncio imports ssl if it is installed (4 MiB), but mpsd uses local sockets only. structlog imports rich
+    and better_exceptions for its console (4 MiB), but mpsd prints plain lines. Both work without them: an
+    entry None in sys.modules makes the import fail.
+    """
     if "asyncio" not in sys.modules:
         sys.modules.setdefault("ssl", None)  # type: ignore[arg-type]
     if "structlog" not in sys.modules:
@@ -18,8 +21,8 @@ def _without_weight() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    _without_weight()
-    from mpsd.cli import main as run
+    _skip_optional_modules()
+    from mpsd.daemon.cli import main as run
 
     return run(argv)
 

@@ -1,5 +1,8 @@
-"""Tests marked `gpu` need a real GPU. MPSD_TEST_GPU decides: 1 they must run, 0 they are skipped, unset they
-run where this machine looks fit and say otherwise why not."""
+"""Tests marked `gpu` need a real GPU.
+
+MPSD_TEST_GPU decides: 1 runs them, 0 skips them. Unset, they run where this machine looks suitable; otherwise
+the skip says why not.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,25 @@ import os
 import signal
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# The same examples each time: what fails once fails for everybody.
-settings.register_profile("repeatable", derandomize=True)
+from tests.support.waiting import BUILD_S
+
+# The same examples each time: a failure is then the same for every developer. The time of an example, or of
+# its making, fails none: it depends on the load of the machine.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("repeatable")
 
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
-BUILD_S = 300.0
-"""For whoever uses the libcuda proxy: the first one builds it, and the others wait for that."""
+BUILDS = frozenset({"libraries", "sanitized"})
+"""Fixtures that build the libcuda proxy."""
 HOW_TO_FORCE = "MPSD_TEST_GPU=1 forces it (scripts/test-gpu)"
 
 
 def unfit() -> str | None:
-    """Why tests on a real GPU cannot run here; None when they should be tried."""
+    """Return why tests on a real GPU cannot run here; None if they can be tried."""
     missing = [path for path in DEVICE_NODES if not os.path.exists(path)]
     if missing:
         return f"no real GPU here: {', '.join(missing)} missing"
@@ -33,15 +41,17 @@ def unfit() -> str | None:
 
 
 def pytest_configure() -> None:
-    """A shell's background command ignores interrupts, and so would all that tests start and interrupt."""
+    """A shell's background command ignores SIGINT, and processes that tests start would inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "libraries" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(BUILD_S))
+        # The first process builds the libraries within its first test, and the others wait for that.
+        given = item.get_closest_marker("timeout")
+        if BUILDS & {*getattr(item, "fixturenames", ())} and (given is None or given.args[0] < BUILD_S):
+            item.add_marker(pytest.mark.timeout(BUILD_S), append=False)
     wish = os.environ.get("MPSD_TEST_GPU", "")
     if wish == "1":
         return

@@ -1,16 +1,17 @@
-"""The shape of the code, read from its source: which way imports run, sizes, types.
+"""The structure of the code, read from its source: direction of imports, sizes, types.
 
-    errors, model, text, limits  <-  wire, core, config, linux  <-  adapters  <-  assembly (daemon)
-    clients see wire and model; nothing imports faultinject or tests
-
-A module that no group below claims is assembly: it may import everything, and nothing else imports it.
+A package of `mpsd` is a folder directly below it; `core`, `gpu.nvidia` and `gpu.simulated` include their
+sub-packages. ALLOWED says what each package may import besides itself. `daemon` is the assembly: it may
+import every package, and no package imports it.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,69 +20,139 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "mpsd": ROOT / "mpsd",
     "mpsd_client": ROOT / "clients" / "mpsd_client",
+    "mpsd_libcuda": ROOT / "clients" / "libcuda" / "mpsd_libcuda",
+    "libcuda_build": ROOT / "clients" / "libcuda" / "libcuda_build",
+    "examples": ROOT / "clients" / "examples",
     "faultinject": ROOT / "faultinject",
     "kmod": ROOT / "kmod_patches" / "kmod",
     "emulator": ROOT / "kmod_patches" / "emulator",
 }
+# Code outside a package: build hooks.
+LOOSE = {"clients/hatch_build.py", "clients/libcuda/hatch_build.py"}
+# Modules that import by a name that is made at run time, and what they import that way.
+DYNAMIC = {
+    "mpsd_client": "its own modules",
+    "faultinject.campaigns.measure.__main__": "its own modules",
+    "faultinject.programs.paired": "faultinject.programs.workloads",
+}
 MAX_LINES = 600
-REASON_FROM = 400
+MAX_MODULES = 15
 MAX_FUNCTION = 100
 LONG_FUNCTION = 50
 
-# Group: its modules (a name claims what is below it too), and the groups it may import besides itself.
-GROUPS: dict[str, tuple[set[str], set[str]]] = {
-    "base": ({"mpsd.errors", "mpsd.model", "mpsd.text", "mpsd.limits", "mpsd.output", "mpsd"}, set()),
-    "wire": ({"mpsd.wire"}, set()),
-    "core": ({"mpsd.core"}, {"base"}),
-    "gpu base": ({"mpsd.gpu", "mpsd.gpu.base"}, {"base"}),
-    "linux": ({"mpsd.linux"}, {"base"}),
-    "config": ({"mpsd.config", "mpsd.config_reader"}, {"base"}),
-    "logs": ({"mpsd.logs"}, {"base"}),
-    "nvidia": ({"mpsd.gpu.nvidia"}, {"base", "gpu base", "linux"}),
-    "simulated": ({"mpsd.gpu.simulated"}, {"base", "gpu base", "linux"}),
-    "keeper": ({"mpsd.keeper"}, set()),
-    "descriptor store": (
-        {"mpsd.notify", "mpsd.keeperstore", "mpsd.fdset", "mpsd.fdstore"},
-        {"base", "linux", "keeper"},
-    ),
-    "files": ({"mpsd.journal", "mpsd.statefile", "mpsd.eventnumbers"}, {"base", "linux"}),
-    "control": (
-        {
-            "mpsd.control",
-            "mpsd.controlcommands",
-            "mpsd.controltext",
-            "mpsd.pipedir",
-            "mpsd.mpslog",
-            "mpsd.logfollow",
-        },
-        {"base", "linux"},
-    ),
-    "procs": ({"mpsd.procs"}, {"base", "linux"}),
-    "layout": ({"mpsd.layout"}, {"base", "linux", "config"}),
-    "config's verbs": ({"mpsd.config_cli"}, {"base", "config", "layout"}),
-    "settings": ({"mpsd.settings"}, {"base", "config"}),
-    "looks": ({"mpsd.looks", "mpsd.sweeps", "mpsd.turns"}, {"base"}),
-    "notes": ({"mpsd.slotnotes"}, set()),
-    "guard": (
-        {"mpsd.guard", "mpsd.guardnotes", "mpsd.guardplan"},
-        {"base", "core", "gpu base", "linux", "looks", "notes"},
-    ),
-    "zones": (
-        {"mpsd.zones", "mpsd.trackers"},
-        {"base", "core", "gpu base", "linux", "looks", "procs"},
-    ),
-    "listener": ({"mpsd.listener"}, {"base", "wire", "linux"}),
-    "client": ({"mpsd_client"}, {"wire", "base"}),
-    "kernel patch": ({"kmod"}, set()),
-    # What runs in the virtual machine are the daemon's own adapters.
-    "emulator": ({"emulator"}, {"kernel patch", "base", "nvidia"}),
-    "doctor": ({"mpsd.doctor"}, {"base", "gpu base", "linux", "control", "procs", "config", "layout"}),
-    # Explaining a fault and looking at the machine must work where no daemon does.
-    "ctl": (
-        {"mpsd.ctl"},
-        {"base", "wire", "client", "logs", "core", "linux", "config", "doctor", "nvidia"},
-    ),
+# Modules allowed outside a package: the version, the entry point.
+FLAT = {"mpsd", "mpsd.__main__", "faultinject", "faultinject.__main__"}
+FREE = {"mpsd.daemon", "mpsd.__main__", "faultinject.__main__"}
+"""May import everything: the assembly, and the entry points."""
+ASSEMBLY = "mpsd.daemon"
+ADAPTERS = {"mpsd.base", "mpsd.core", "mpsd.gpu", "mpsd.os"}
+ALLOWED: Mapping[str, set[str]] = {
+    "mpsd": set(),
+    "mpsd.base": set(),
+    "mpsd.wire": set(),
+    "mpsd.docs": {"mpsd.base"},
+    "mpsd.core": {"mpsd.base"},
+    "mpsd.config": {"mpsd.base"},
+    "mpsd.gpu": {"mpsd.base"},
+    "mpsd.os": {"mpsd.base", "mpsd.core"},
+    "mpsd.gpu.nvidia": {"mpsd.base", "mpsd.gpu", "mpsd.os"},
+    "mpsd.gpu.simulated": {"mpsd", "mpsd.base", "mpsd.gpu", "mpsd.os"},
+    "mpsd.fdstore": {"mpsd.base", "mpsd.os"},
+    "mpsd.limits": {"mpsd.base", "mpsd.config", "mpsd.os"},
+    "mpsd.mps": {"mpsd.base", "mpsd.config", "mpsd.core", "mpsd.limits", "mpsd.os"},
+    "mpsd.zones": {"mpsd.base", "mpsd.os"},
+    "mpsd.vault": {*ADAPTERS, "mpsd.fdstore"},
+    "mpsd.failover": {"mpsd.base", "mpsd_client"},
+    "mpsd.clients": {*ADAPTERS, "mpsd.fdstore", "mpsd.zones"},
+    "mpsd.peers": {*ADAPTERS, "mpsd.config", "mpsd.failover", "mpsd.vault", "mpsd.wire", "mpsd.zones"},
+    "mpsd.api": {
+        "mpsd",
+        *ADAPTERS,
+        "mpsd.clients",
+        "mpsd.config",
+        "mpsd.limits",
+        "mpsd.mps",
+        "mpsd.peers",
+        "mpsd.vault",
+        "mpsd.wire",
+    },
+    "mpsd.records": {"mpsd.api", "mpsd.base", "mpsd.core", "mpsd.os", "mpsd.wire"},
+    "mpsd.exporter": {"mpsd.base", "mpsd_client"},
+    # Explaining a fault and checking the machine must work without a daemon.
+    "mpsd.ctl": {
+        "mpsd",
+        "mpsd.api",
+        "mpsd.base",
+        "mpsd.config",
+        "mpsd.core",
+        "mpsd.gpu.nvidia",
+        "mpsd.wire",
+        "mpsd_client",
+    },
+    "mpsd_client": {"mpsd.base", "mpsd.wire"},
+    "mpsd_libcuda": set(),
+    "libcuda_build": set(),
+    "examples": {"mpsd_client"},
+    "kmod": set(),
+    # The checks in the virtual machine are the daemon's own adapters.
+    "emulator": {"kmod", "mpsd.base", "mpsd.gpu.nvidia"},
+    "faultinject": set(),
+    "faultinject.registry": {"mpsd.base"},
+    "faultinject.evidence": {"mpsd.base"},
+    "faultinject.programs": {
+        "faultinject.registry",
+        "mpsd.base",
+        "mpsd.failover",
+        "mpsd.gpu.simulated",
+        "mpsd.wire",
+        "mpsd.zones",
+        "mpsd_client",
+        "mpsd_libcuda",
+    },
+    "faultinject.rig": {
+        "faultinject.evidence",
+        "faultinject.programs",
+        "faultinject.registry",
+        "mpsd.base",
+        "mpsd.gpu",
+        "mpsd.gpu.nvidia",
+        "mpsd.gpu.simulated",
+        "mpsd.os",
+        "mpsd_client",
+    },
+    "faultinject.campaigns": {
+        "faultinject.evidence",
+        "faultinject.programs",
+        "faultinject.registry",
+        "faultinject.rig",
+        "mpsd.base",
+        "mpsd.core",
+        "mpsd.gpu",
+        "mpsd.gpu.nvidia",
+        "mpsd.gpu.simulated",
+        "mpsd_client",
+    },
 }
+# Remaining cycles between modules of one package; the list may only shrink.
+_MACHINE = "mpsd.gpu.simulated.machine"
+_MPS = "mpsd.gpu.simulated.mps"
+_MEASURE = "faultinject.campaigns.measure"
+KNOWN_CYCLES: tuple[set[str], ...] = (
+    {"mpsd.core.domains", "mpsd.core.slots"},
+    {f"{_MACHINE}.{name}" for name in ("terminating", "faulting", "machine", "isolation")},
+    {"mpsd.gpu.simulated.calls", "mpsd.gpu.simulated.service"},
+    {f"{_MPS}.controldaemon", f"{_MPS}.commands"},
+    {f"{_MPS}.start", f"{_MPS}.control"},
+    {f"faultinject.programs.devices.{name}" for name in ("simulated", "nvidia", "driver", "standin", "base")},
+    {f"{_MEASURE}.clients.zones", f"{_MEASURE}.clients.farzones"},
+    {
+        f"{_MEASURE}.{name}"
+        for name in ("failover.secondinstance", "failover.offender", "failover.survivors", "clients.roles")
+    },
+    {f"{_MEASURE}.failover.rounds", f"{_MEASURE}.failover.cases"},
+    {"kmod.command", "kmod.machine", "kmod.modules", "kmod.errors"},
+)
+NESTED = {"mpsd.gpu.nvidia", "mpsd.gpu.simulated"}
 FORBIDDEN_IN_CORE = {
     "os",
     "time",
@@ -92,78 +163,212 @@ FORBIDDEN_IN_CORE = {
     "logging",
     "select",
     "random",
+    "builtins",
+    "ctypes",
+    "datetime",
+    "io",
+    "mmap",
+    "pathlib",
+    "signal",
+    "structlog",
+    "uuid",
 }
 
 
-def sources() -> Iterator[tuple[str, Path]]:
-    """(module name, file) of all code but the tests."""
+@cache
+def sources() -> Mapping[str, Path]:
+    """Map module name to file, for all code but the tests."""
+    found = {}
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
-            name = ".".join((package, *parts))
-            yield name.removesuffix(".__init__"), path
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
 
 
-def imports(module: str, path: Path) -> Iterator[str]:
-    """Full names of what a file imports, inside functions and under TYPE_CHECKING too."""
-    names = {name for name, _ in sources()}
+@cache
+def imports(module: str) -> tuple[str, ...]:
+    """Return the full names that a module imports, inside functions and under TYPE_CHECKING too."""
+    path, found = sources()[module], []
     here = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = ".".join([*here[: len(here) - node.level + 1], *([node.module] if node.module else [])])
             source = base if node.level else str(node.module)
             for alias in node.names:
                 full = f"{source}.{alias.name}"
-                yield full if full in names else source
+                found.append(full if full in sources() else source)
+    return tuple(found)
 
 
-def group_of(module: str) -> str:
-    """The group with the longest name that claims the module."""
-    best, found = "", "assembly"
-    for group, (members, _) in GROUPS.items():
-        for member in members:
-            claims = module == member or (member != "mpsd" and module.startswith(member + "."))
-            if claims and len(member) > len(best):
-                best, found = member, group
-    return found
+def package_of(module: str) -> str:
+    """Return the package of a module: the module itself if it may stand outside a package."""
+    parts = module.split(".")
+    if parts[0] not in ("mpsd", "faultinject"):
+        return parts[0]
+    if ".".join(parts[:3]) in NESTED:
+        return ".".join(parts[:3])
+    return module if module in FLAT else ".".join(parts[:2])
 
 
-def ours(name: str) -> bool:
-    return name.split(".")[0] in {*PACKAGES, "tests"}
+def edges() -> Iterator[tuple[str, str, str, str]]:
+    """Yield (package, package it imports, module, module it imports) for imports that leave a package."""
+    for module in sources():
+        for target in imports(module):
+            if target in sources() and package_of(target) != package_of(module):
+                yield package_of(module), package_of(target), module, target
+
+
+def cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return one cycle of a graph; empty if there is none."""
+    state: dict[str, int] = {}
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if state.get(node) == 1:
+            return [*path[path.index(node) :], node]
+        if state.get(node) == 2:
+            return []
+        state[node] = 1
+        for other in sorted(graph.get(node, ())):
+            if found := visit(other, [*path, node]):
+                return found
+        state[node] = 2
+        return []
+
+    return next((found for node in sorted(graph) if (found := visit(node, []))), [])
 
 
 def test_imports_run_one_way() -> None:
     wrong = []
-    for module, path in sources():
-        group = group_of(module)
-        for target in imports(module, path):
+    for source, target, module, name in edges():
+        if source not in FREE and target not in ALLOWED[source]:
+            wrong.append(f"{module} ({source}) imports {name} ({target})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_the_assembly_the_harness_or_the_tests() -> None:
+    wrong = []
+    for module in sources():
+        for target in imports(module):
             top = target.split(".")[0]
             if top in ("faultinject", "tests") and module.split(".")[0] != top:
                 wrong.append(f"{module} imports {target}")
-            elif ours(target) and group != "assembly":
-                allowed = {group, *GROUPS[group][1]}
-                if group_of(target) not in allowed:
-                    wrong.append(f"{module} ({group}) imports {target} ({group_of(target)})")
+            outside = package_of(module) not in FREE
+            if outside and (target == ASSEMBLY or target.startswith(f"{ASSEMBLY}.")):
+                wrong.append(f"{module} imports {target}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_cycle_between_packages() -> None:
+    graph: dict[str, set[str]] = {}
+    for source, target, *_ in edges():
+        graph.setdefault(source, set()).add(target)
+    assert not cycle(graph), " -> ".join(cycle(graph))
+
+
+def test_no_cycle_between_the_modules_of_a_package() -> None:
+    graph: dict[str, set[str]] = {}
+    for module in sources():
+        # mpsd_client/__init__.py imports its modules, which import the package for its version.
+        inner = {t for t in imports(module) if t in sources() and package_of(t) == package_of(module)}
+        graph[module] = inner - {module, "mpsd_client"}
+    for known in KNOWN_CYCLES:
+        assert cycle({module: graph[module] & known for module in known}), f"no cycle any more: {known}"
+        for module in known:
+            graph[module] -= known
+    assert not cycle(graph), " -> ".join(cycle(graph))
+
+
+def test_every_package_is_small_and_none_is_flat() -> None:
+    modules: dict[Path, int] = {}
+    flat = []
+    for module, path in sources().items():
+        if path.name != "__init__.py":
+            modules[path.parent] = modules.get(path.parent, 0) + 1
+        flat_in = path.parent in (PACKAGES["mpsd"], PACKAGES["faultinject"])
+        if flat_in and path.stem not in ("__init__", "__main__"):
+            flat.append(module)
+    assert not flat
+    large = {
+        str(path.relative_to(ROOT)): count
+        for path, count in modules.items()
+        if count > MAX_MODULES and "kmod_patches" not in path.parts
+    }
+    assert not large
+    scripts = {PACKAGES["examples"]}
+    assert all((path / "__init__.py").exists() for path in {*modules} - scripts)
+
+
+def test_every_package_has_its_rule() -> None:
+    """A package that no rule names could import anything."""
+    names = {package_of(module) for module in sources()}
+    assert names - FREE == {*ALLOWED}
+
+
+def test_all_code_is_in_a_package_that_these_tests_know() -> None:
+    known = {path.resolve() for path in sources().values()}
+    skipped = {"tests", "build", "dist"}
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        if not any(part in skipped or part.startswith(".") for part in path.relative_to(ROOT).parts)
+        and path.resolve() not in known
+    ]
+    assert sorted(set(wrong) - LOOSE) == []
+
+
+def test_only_known_modules_import_by_a_computed_name() -> None:
+    found = {
+        module
+        for module, path in sources().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and (
+            (isinstance(node.func, ast.Attribute) and node.func.attr in ("import_module", "__import__"))
+            or (isinstance(node.func, ast.Name) and node.func.id in ("import_module", "__import__"))
+        )
+    }
+    assert found == {*DYNAMIC}
+
+
+@pytest.mark.parametrize(
+    ("graph", "expected"),
+    [
+        ({"a": {"b"}, "b": {"c"}}, []),
+        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, ["b", "c", "b"]),
+        ({"a": {"a"}}, ["a", "a"]),
+    ],
+)
+def test_a_cycle_is_found(graph: Mapping[str, set[str]], expected: list[str]) -> None:
+    assert cycle(graph) == expected
 
 
 def test_core_touches_nothing_of_the_world() -> None:
     wrong = [
         f"{module} imports {target}"
-        for module, path in sources()
-        if group_of(module) == "core"
-        for target in imports(module, path)
+        for module in sources()
+        if package_of(module) == "mpsd.core"
+        for target in imports(module)
         if target.split(".")[0] in FORBIDDEN_IN_CORE
+    ]
+    wrong += [
+        f"{module} calls {node.func.id}()"
+        for module, path in sources().items()
+        if package_of(module) == "mpsd.core"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("open", "print")
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_wire_and_keeper_need_the_standard_library_alone() -> None:
     wrong = []
-    for module, path in sources():
-        if group_of(module) not in ("wire", "keeper"):
+    for module, path in sources().items():
+        if package_of(module) != "mpsd.wire" and module != "mpsd.fdstore.keeper":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             named = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
@@ -178,25 +383,22 @@ def test_wire_and_keeper_need_the_standard_library_alone() -> None:
 
 @pytest.mark.parametrize("root", ["mpsd", "clients", "faultinject", "tests", "kmod_patches"])
 def test_files_are_short(root: str) -> None:
+    """600 lines; more only with `Long because ...` at the head, which names the one idea of the file."""
     wrong = []
     for path in sorted((ROOT / root).rglob("*.py")):
         text = path.read_text()
         lines = text.count("\n")
         head = ast.get_docstring(ast.parse(text)) or ""
-        if lines > MAX_LINES:
+        if lines > MAX_LINES and "long because" not in head.lower():
             wrong.append(f"{path.relative_to(ROOT)} has {lines} lines, at most {MAX_LINES} are allowed")
-        elif lines > REASON_FROM and "long because" not in head.lower():
-            wrong.append(
-                f"{path.relative_to(ROOT)} has {lines} lines; its docstring gives no `Long because ...`"
-            )
     assert not wrong, "\n".join(wrong)
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for module, path in sources():
+    for module, path in sources().items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{module}.{node.name}", node
+                yield f"{module}.{node.name}:{node.lineno}", node
 
 
 def test_functions_have_return_types_and_are_short() -> None:
@@ -217,4 +419,18 @@ def test_functions_have_return_types_and_are_short() -> None:
 
 def test_no_module_is_a_drawer_for_everything() -> None:
     names = {"utils", "util", "helpers", "helper", "misc", "common"}
-    assert not [module for module, _ in sources() if module.split(".")[-1] in names]
+    assert not [module for module in sources() if module.split(".")[-1] in names]
+
+
+def test_the_page_lists_packages_below_those_that_they_import() -> None:
+    page = (ROOT / "mpsd/docs/architecture.md").read_text().split("\n## Packages\n")[1].split("\n## ")[0]
+    rows = [re.findall(r"`([^`]+)`", cell) for cell in re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)]
+    place = {name.rpartition("/")[2]: number for number, names in enumerate(rows) for name in names}
+    listed = {package: allowed & place.keys() for package, allowed in ALLOWED.items() if package in place}
+    assert {name for name in ALLOWED if name.startswith("mpsd.")} <= place.keys()
+    assert [
+        (package, other)
+        for package, allowed in listed.items()
+        for other in allowed
+        if place[other] >= place[package]
+    ] == []

@@ -1,4 +1,4 @@
-"""The daemon never loads CUDA: no GPU fault can reach a process that has no context."""
+"""The daemon never loads CUDA: a GPU fault cannot reach a process without a context."""
 
 from __future__ import annotations
 

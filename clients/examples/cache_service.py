@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""A cache in GPU memory that survives its own death: kill -9 it, start it again, and every entry is there.
+"""A cache in GPU memory that survives its own process: after kill -9 and a new start every entry is there.
 
-    mpsd-run python cache_service.py        # then, a line each: put KEY VALUE, get KEY, count, forget, quit
+    mpsd-run python cache_service.py        # then lines: put KEY VALUE, get KEY, count, forget, quit
 
-mpsd with a vault keeps the memory meanwhile (enabled = true under [vault] in its configuration). Without one
-it works all the same, and says once that nothing will survive. The standard library and a GPU are all it
-needs: the bytes go to and fro with read() and write(); a real service would have its kernels look there.
+The vault of mpsd keeps the memory (enabled = true under [vault] in mpsd.toml). Without a vault the service
+works too, and says once that nothing will survive. It needs a GPU and the standard library: it moves bytes
+with read() and write(), where a real service would run kernels on the memory.
 
-An entry is written before the count that makes it valid, so a death at any instant leaves whole entries.
+An entry is written before the count that makes it valid, so a kill at any instant leaves whole entries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIRST = 512
 
 
 class Cache:
-    """Entries in the order in which they were put; the last of a key is the one that counts."""
+    """Entries in the order of their writes; the last entry of a key is the valid one."""
 
     def __init__(self, buffer: mpsd_client.Buffer) -> None:
         self.buffer = buffer
@@ -34,9 +34,9 @@ class Cache:
         self.places: dict[str, int] = {}
         magic, self.count = HEADER.unpack(buffer.read(HEADER.size))
         if magic.rstrip(b"\0") != MAGIC:
-            # Zeros: its first process ended before it had written anything.
+            # All zeros: the first process ended before its first write.
             if magic.strip(b"\0"):
-                raise SystemExit(f"cache_service: {buffer.name!r} is no cache: choose another --name")
+                raise SystemExit(f"cache_service: {buffer.name!r} is not a cache: choose another --name")
             self.count = 0
             self._commit()
         for place in range(self.count):
@@ -51,9 +51,9 @@ class Cache:
 
     def put(self, key: str, value: str) -> str:
         if len(key.encode()) > 64 or len(value.encode()) > 448:
-            return "error: a key has up to 64 bytes, a value 448"
+            return "error: a key has at most 64 bytes, a value 448"
         if self.count == self.room:
-            return f"error: full, with {self.room} entries"
+            return f"error: the cache is full ({self.room} entries): use a larger --mib and another --name"
         self.buffer.write(ENTRY.pack(key.encode(), value.encode()), FIRST + self.count * ENTRY.size)
         self.places[key] = self.count
         self.count += 1
@@ -76,19 +76,19 @@ def serve(cache: Cache) -> None:
                 answer = str(len(cache.places))
             case ["forget"]:
                 cache.buffer.forget()
-                answer = "ok: it ends with this process"
+                answer = "ok: the memory ends with this process"
             case ["quit"]:
                 return
             case _:
-                answer = "error: put KEY VALUE, get KEY, count, forget, or quit"
+                answer = "error: use put KEY VALUE, get KEY, count, forget, or quit"
         print(answer, flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A cache in GPU memory that survives its own death.")
-    parser.add_argument("--name", default="cache", help="of the buffer (default: %(default)s)")
-    parser.add_argument("--mib", type=int, default=2, help="its size (default: %(default)s)")
-    parser.add_argument("--device", type=int, default=0, help="the GPU (default: %(default)s)")
+    parser = argparse.ArgumentParser(description="A cache in GPU memory that survives its own process.")
+    parser.add_argument("--name", default="cache", help="name of the buffer (default: %(default)s)")
+    parser.add_argument("--mib", type=int, default=2, help="size in MiB (default: %(default)s)")
+    parser.add_argument("--device", type=int, default=0, help="ordinal of the GPU (default: %(default)s)")
     given = parser.parse_args()
     warnings.simplefilter("always")
     try:

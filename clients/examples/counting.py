@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""A count in GPU memory, one more for each line of its input: a program that knows nothing of mpsd.
+"""A counter in GPU memory that counts lines of input: an unmodified program, without any use of mpsd.
 
-    mpsd-run python counting.py     # then Enter, as often as you like; Ctrl-D ends it
+    mpsd-run python counting.py     # press Enter as often as you like; Ctrl-D ends it
 
-With fail-over it counts on where it was when its MPS server is killed, or its domain is drained. The driver
-and the standard library are all it needs.
+With fail-over the count continues when its MPS server is killed or its domain is drained. The program needs
+the CUDA driver and the standard library.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import sys
 
 
 class Gpu:
-    """The first GPU's primary context, and a number in its memory."""
+    """The first GPU's primary context, and a number in GPU memory."""
 
     def __init__(self) -> None:
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise SystemExit(f"counting: there is no CUDA driver: {error}") from None
+            raise SystemExit(f"counting: no CUDA driver: {error}") from None
         context, self._at = ctypes.c_void_p(), ctypes.c_uint64()
         self._call("cuInit", 0)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)

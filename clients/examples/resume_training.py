@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Training that is killed in the middle and goes on, bit for bit, from what its GPU memory still holds.
+"""Training that is killed midway and resumes, bit for bit, from the GPU memory that it left.
 
-    mpsd-run python resume_training.py          # trains three times, and compares the results
+    mpsd-run python resume_training.py          # trains three times and compares the results
 
-Once without a break, in ordinary memory; then with parameters and momentum in a buffer that mpsd's vault
-keeps, killed with SIGKILL on the way; then once more from there to the end. There is no checkpoint: nothing
-is written to a disk and nothing is copied to the host.
+The first run trains without interruption in ordinary memory. The second keeps parameters and momentum in a
+buffer of mpsd's vault and is killed with SIGKILL midway. The third resumes from that buffer to the end. There
+is no checkpoint: nothing is written to a disk, and nothing is copied to the host.
 
-The state is there twice. A step reads one half and writes the other, and then, in eight bytes, which of them
-counts: a death at any instant leaves a whole one. Needs PyTorch with CUDA, and mpsd with a vault.
+The state exists twice. A step reads one half and writes the other, and then writes in eight bytes which half
+is valid, so a kill at any instant leaves a whole state. Needs PyTorch with CUDA, and mpsd with a vault.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load_torch() -> Any:
 
 
 def loss_of(torch: Any, weights: Any, step: int) -> Any:
-    """Of a small network on a batch that the number of the step decides."""
+    """Return the loss of a small network on a batch that the step's number determines."""
     seeded = torch.Generator().manual_seed(step)
     points = torch.randn(BATCH, WIDTH, generator=seeded).cuda()
     wanted = points.square().mean(1, keepdim=True).sin()
@@ -53,7 +53,7 @@ def loss_of(torch: Any, weights: Any, step: int) -> Any:
 
 
 def take_step(torch: Any, old: Any, new: Any, step: int) -> None:
-    """`old` and `new`: the weights and, after them, their momentum."""
+    """Compute one step. `old` and `new`: the weights, followed by their momentum."""
     weights = old[:WEIGHTS].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss_of(torch, weights, step), weights)
     new[WEIGHTS:] = MOMENTUM * old[WEIGHTS:] + gradient
@@ -99,7 +99,7 @@ def from_the_vault(name: str, steps: int, die_at: int | None) -> str:
 
 
 def child(*arguments: str) -> tuple[int, str]:
-    # What cuBLAS wants to be deterministic.
+    # cuBLAS needs this setting to be deterministic.
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     done = subprocess.run(
         [sys.executable, __file__, *arguments],
@@ -120,7 +120,7 @@ def compare(name: str, steps: int) -> int:
         return status
     status, _ = child(*common, "--part", "vault", "--die-at", str(steps // 2))
     if status != -signal.SIGKILL:
-        print(f"resume_training: status {status}, where a death by SIGKILL was wanted", file=sys.stderr)
+        print(f"resume_training: status {status}, expected a kill by SIGKILL", file=sys.stderr)
         return status or 1
     status, resumed = child(*common, "--part", "vault")
     if status:
@@ -131,11 +131,11 @@ def compare(name: str, steps: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Training that is killed in the middle and goes on.")
-    parser.add_argument("--name", default="resume-training", help="of the buffer (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="(default: %(default)s)")
-    parser.add_argument("--part", choices=("whole", "vault"), help="one of the three trainings alone")
-    parser.add_argument("--die-at", type=int, help="with --part vault: the step to be killed before")
+    parser = argparse.ArgumentParser(description="Training that is killed midway and resumes.")
+    parser.add_argument("--name", default="resume-training", help="name of the buffer (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="number of steps (default: %(default)s)")
+    parser.add_argument("--part", choices=("whole", "vault"), help="run only one of the trainings")
+    parser.add_argument("--die-at", type=int, help="with --part vault: kill the process before this step")
     given = parser.parse_args()
     try:
         if given.part == "whole":

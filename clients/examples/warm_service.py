@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""A service that goes on when its domain is lost: a second process of it waits, warm, and takes over.
+"""A service that survives a fault of its domain: a second, prepared process of it takes over.
 
-    mpsd-standby python warm_service.py            # --cold: nobody waits, it is started anew
+    mpsd-standby python warm_service.py            # --cold: without a second process, restart instead
 
-It counts, in GPU memory, and says each number; a real one would hold its model there, and its requests. All
-that takes long comes before wait_for_turn(): loading libraries, making the context, attaching the memory, a
+It counts in GPU memory and prints each number; a real service would hold its model and requests there. All
+slow work comes before wait_for_turn(): loading libraries, creating the context, attaching the memory, a
 first run of every kernel. Kill it, or let a neighbour's kernel fault: the next number comes from the other
-process. Needs mpsd with a vault; without mpsd-standby it counts too, and ends with its domain.
+process. Needs mpsd with a vault. Without mpsd-standby it counts too, and ends with its domain.
 
-A number is written where the last but one was, so a death at any instant leaves a whole one.
+A number is written to the place of the last but one, so a kill at any instant leaves a whole number.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PLACES = (0, 512)
 
 
 class Count:
-    """The number in the buffer, and which of the two places has it."""
+    """The number in the buffer, and which of the two places holds it."""
 
     def __init__(self, buffer: mpsd_client.Buffer) -> None:
         self.buffer = buffer
         self.number, self.place = 0, 0
 
     def load(self) -> None:
-        """What the process before has left; 0 where nothing is, or nothing whole."""
+        """Read the number that the previous process left; 0 if there is no whole one."""
         for place, at in enumerate(PLACES):
             number, check = RECORD.unpack(self.buffer.read(RECORD.size, at))
             if check == _check(number) and number > self.number:
@@ -52,10 +52,10 @@ def _check(number: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A count in GPU memory that goes on in another process.")
-    parser.add_argument("--name", default="warm-service", help="of the buffer (default: %(default)s)")
-    parser.add_argument("--to", type=int, default=1000, help="count so far (default: %(default)s)")
-    parser.add_argument("--ms", type=float, default=10.0, help="between two numbers (default: %(default)s)")
+    parser = argparse.ArgumentParser(description="A counter in GPU memory that continues in another process.")
+    parser.add_argument("--name", default="warm-service", help="name of the buffer (default: %(default)s)")
+    parser.add_argument("--to", type=int, default=1000, help="last number (default: %(default)s)")
+    parser.add_argument("--ms", type=float, default=10.0, help="pause between numbers (default: %(default)s)")
     given = parser.parse_args()
     try:
         with mpsd_client.session() as session:

@@ -1,4 +1,5 @@
-"""Build hook: generates, compiles and packs libcuda.so.1. The wheel is for this kind of machine only."""
+"""Build hook: generate, compile and pack libcuda.so.1. The wheel is specific to the machine's
+architecture."""
 
 from __future__ import annotations
 

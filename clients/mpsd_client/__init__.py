@@ -1,4 +1,4 @@
-"""Talks to mpsd, the supervisor for NVIDIA MPS, and takes part in it. The standard library alone.
+"""Client library of mpsd: queries, events, and GPU buffers that outlive a process. Standard library only.
 
     import mpsd_client
 
@@ -7,13 +7,13 @@
         for event in mpsd.subscribe():
             print(event["kind"])
 
-    with mpsd_client.session() as s:           # GPU memory that outlives the process, where there is a vault
+    with mpsd_client.session() as s:           # GPU memory that outlives the process, if a vault is offered
         parameters = s.attach("parameters", 64 << 20)
         tensor = torch.from_dlpack(parameters.view("float32"))
         s.on_event(print)                      # "domain d1 lost a client: ..."
 
 Every call has a deadline and raises MpsdError: `code` for programs, `message` and `remedy` for people.
-Neither importing this nor anything but a buffer loads CUDA.
+Only creating a buffer loads CUDA; importing this package does not.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ DeniedError = errors.DeniedError
 NotFoundError = errors.NotFoundError
 NotRunningError = errors.NotRunningError
 ProtocolError = errors.ProtocolError
+RefusedError = errors.RefusedError
 UsageError = errors.UsageError
 
-# With ctypes, which mpsd-run and mpsd-ctl have no use for.
+# These modules import ctypes, which mpsd-run and mpsd-ctl do not need.
 _BUFFERS = {
     "Buffer": "buffer",
     "CudaError": "_cuda",
@@ -82,6 +83,7 @@ __all__ = [
     "NotRunningError",
     "ProtocolError",
     "QuotaError",
+    "RefusedError",
     "RemoteError",
     "Session",
     "UsageError",

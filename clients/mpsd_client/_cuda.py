@@ -1,7 +1,7 @@
-"""The little of the CUDA driver that buffers need, through ctypes. Nothing is loaded before it is wanted.
+"""The CUDA driver calls that buffers need, through ctypes. The driver is loaded on first use.
 
-The driver is whatever libcuda.so.1 the process has or would load, mpsd's among them. Everything happens in
-the primary context, which PyTorch, CuPy and all others of the runtime API use too.
+The driver is the libcuda.so.1 that the process has loaded or would load; that may be mpsd's proxy. All calls
+use the primary context, as PyTorch, CuPy and other users of the runtime API do.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ LIBRARY = "libcuda.so.1"
 LEGACY_STREAM = 1
 _PINNED, _DEVICE, _POSIX_FD, _READ_WRITE = 1, 1, 1, 3
 _DISABLE_TIMING = 2
-# Those CUresults that end a context: errors of the memory, faults, asserts, and the loss of the MPS server.
+# CUresults after which a context is unusable: memory errors, faults, asserts, loss of the MPS server.
 _FATAL = frozenset((214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 805, 806, 810))
 
 _Size, _Pointer, _Handle, _Int = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int
 
 
 class CudaError(errors.GpuError):
-    """The CUDA driver is not there, or refused. `status` is its CUresult, 0 where there is no driver."""
+    """The CUDA driver is missing or refused a call. `status` is its CUresult, 0 without a driver."""
 
     code = "cuda"
 
@@ -92,7 +92,7 @@ _CALLS: dict[str, Sequence[type]] = {
 
 
 class Driver:
-    """Calls by name; raises CudaError for any answer but success."""
+    """Driver functions by name. Raises CudaError for every status except CUDA_SUCCESS."""
 
     def __init__(self) -> None:
         try:
@@ -100,25 +100,25 @@ class Driver:
         except OSError as error:
             raise CudaError(
                 f"no CUDA driver: {error}",
-                remedy="run where there is a GPU; a container needs the driver's libraries and devices",
+                remedy="run on a machine with a GPU; a container needs the driver's libraries and devices",
             ) from None
         for name, arguments in _CALLS.items():
             try:
                 getattr(self._library, name).argtypes = arguments
             except AttributeError:
                 raise CudaError(
-                    f"the CUDA driver has no {name}", remedy="a driver for CUDA 12 or later is needed"
+                    f"the CUDA driver has no {name}", remedy="install a driver for CUDA 12 or later"
                 ) from None
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: object) -> None:
-        """Raises CudaError."""
+        """Call a function. Raises CudaError."""
         status = self.tell(name, *arguments)
         if status:
             raise self._error(name, status)
 
     def tell(self, name: str, *arguments: object) -> int:
-        """As `call`, for when there is nobody to raise to: the status."""
+        """Call a function and return its status, for callers that cannot raise."""
         return int(getattr(self._library, name)(*arguments))
 
     def _error(self, name: str, status: int) -> CudaError:
@@ -127,9 +127,9 @@ class Driver:
         what = text.value.decode() if text.value else "unknown"
         remedy = ""
         if status == 2:
-            remedy = "the GPU is full: see who is on it with mpsd-ctl status"
+            remedy = "the GPU is full: mpsd-ctl status shows the memory of each client"
         elif name == "cuInit":
-            remedy = "see whether a GPU is visible here: nvidia-smi, CUDA_VISIBLE_DEVICES"
+            remedy = "check that a GPU is visible here: nvidia-smi, CUDA_VISIBLE_DEVICES"
         return CudaError(f"{name} failed: {what} ({status})", remedy=remedy, status=status)
 
 
@@ -142,19 +142,19 @@ def _driver() -> Driver:
 
 
 def driver() -> Driver:
-    """The driver, initialised. Raises CudaError."""
+    """Return the initialised driver. Raises CudaError."""
     with _loading:
         return _driver()
 
 
 class Device:
-    """One GPU by its ordinal as this process counts them, and its primary context, retained until close().
+    """One GPU, by its ordinal in this process, and its primary context, retained until close().
 
     Raises CudaError, UsageError.
     """
 
-    found_lost: ClassVar[bool] = False
-    """A context of this process had been ended by a fault when its work was waited for."""
+    found_fault: ClassVar[bool] = False
+    """Whether a context of this process had faulted when finish_work() waited for its work."""
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -163,7 +163,7 @@ class Device:
         self._driver.call("cuDeviceGetCount", ctypes.byref(count))
         if not 0 <= ordinal < count.value:
             raise errors.UsageError(
-                f"there is no device {ordinal}", remedy=f"this process sees {count.value}, counted from 0"
+                f"there is no device {ordinal}", remedy=f"this process sees {count.value}, numbered from 0"
             )
         self._driver.call("cuDeviceGet", ctypes.byref(handle), ordinal)
         self.uuid = self._uuid_of(handle.value)
@@ -179,7 +179,7 @@ class Device:
         return bytes(found.bytes)
 
     def other_with(self, uuid: bytes) -> int | None:
-        """The ordinal of another device of this process that has this UUID."""
+        """Return the ordinal of another device with this UUID, or None."""
         count, handle = _Int(), _Int()
         self._driver.call("cuDeviceGetCount", ctypes.byref(count))
         for ordinal in range(count.value):
@@ -189,7 +189,7 @@ class Device:
         return None
 
     def close(self) -> None:
-        """Idempotent. Does nothing in a forked child, where CUDA cannot be used."""
+        """Release the context. Idempotent. Does nothing in a forked child, where CUDA is unusable."""
         if self._open and os.getpid() == self._pid:
             self._open = False
             self._driver.tell("cuDevicePrimaryCtxRelease_v2", self._handle)
@@ -208,28 +208,28 @@ class Device:
         return _Properties(_PINNED, _POSIX_FD, _Location(_DEVICE, self._handle))
 
     def rounded(self, size: int) -> int:
-        """Bytes that memory of at least `size` has: whole granules."""
+        """Return the allocation size [bytes] for `size`: a multiple of the granularity."""
         granule = _Size()
         wanted = self._properties()
         self._driver.call("cuMemGetAllocationGranularity", ctypes.byref(granule), ctypes.byref(wanted), 0)
         return -(-size // granule.value) * granule.value
 
     def create(self, size: int) -> int:
-        """A handle of exportable memory; `size` in whole granules."""
+        """Return a handle of new exportable memory. `size`: bytes, a multiple of the granularity."""
         handle, wanted = _Handle(), self._properties()
         with self._current() as cuda:
             cuda.call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(wanted), 0)
         return handle.value
 
     def import_from(self, descriptor: int) -> int:
-        """A handle of the memory behind a descriptor, which stays the caller's."""
+        """Return a handle of the memory behind a descriptor. The caller keeps the descriptor."""
         handle = _Handle()
         with self._current() as cuda:
             cuda.call("cuMemImportFromShareableHandle", ctypes.byref(handle), descriptor, _POSIX_FD)
         return handle.value
 
     def export(self, handle: int) -> int:
-        """A descriptor of the memory, the caller's to close; the memory lives as long as it does."""
+        """Return a descriptor that keeps the memory alive. The caller closes it."""
         descriptor = _Int(-1)
         with self._current() as cuda:
             cuda.call("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, _POSIX_FD, 0)
@@ -237,13 +237,13 @@ class Device:
         return descriptor.value
 
     def release(self, handle: int) -> None:
-        """The memory stays while it is mapped, or a descriptor of it is open somewhere."""
+        """Release a handle. The memory lives while it is mapped or a descriptor of it is open."""
         self._driver.tell("cuMemRelease", handle)
 
     # -- addresses ---------------------------------------------------------------------------------------
 
     def map(self, handle: int, size: int, hint: int = 0) -> int:
-        """The address at which the device may read and write the memory; at `hint` if the driver can."""
+        """Map memory for reads and writes and return its address; at `hint` if possible."""
         at = _Pointer()
         access = _Access(_Location(_DEVICE, self._handle), _READ_WRITE)
         with self._current() as cuda:
@@ -261,23 +261,26 @@ class Device:
         return at.value
 
     def unmap(self, address: int, size: int) -> bool:
-        """Whether it was done; never in a forked child. It waits for no work and needs no context."""
+        """Unmap memory and return whether it worked. False in a forked child.
+
+        Waits for no work and needs no current context."""
         return os.getpid() == self._pid and not self._driver.tell("cuMemUnmap", address, size)
 
     def free_addresses(self, address: int, size: int) -> None:
-        """Of what is not mapped any more."""
+        """Free an address range after its memory was unmapped."""
         self._driver.tell("cuMemAddressFree", address, size)
 
     # -- the context's work ------------------------------------------------------------------------------
 
     def finish_work(self) -> None:
-        """Wait for all work of the context, as cuMemFree does. What fails after a fault of the context is
-        not told: the work is lost anyway."""
-        if self._is_fatal("cuCtxSynchronize"):
-            Device.found_lost = True
+        """Wait for all work of the context, as cuMemFree does.
 
-    def is_lost(self) -> bool:
-        """Whether the context is known to have been ended by a fault. Waits for nothing."""
+        Raises nothing after a fault of the context, because the work is lost anyway."""
+        if self._is_fatal("cuCtxSynchronize"):
+            Device.found_fault = True
+
+    def has_faulted(self) -> bool:
+        """Return whether the context is known to have faulted. Waits for nothing."""
         return self._is_fatal("cuStreamQuery", LEGACY_STREAM)
 
     def _is_fatal(self, name: str, *arguments: object) -> bool:
@@ -299,7 +302,7 @@ class Device:
     def write(self, address: int, data: bytes) -> None:
         with self._current() as cuda:
             cuda.call("cuMemcpyHtoD_v2", address, data, len(data))
-            # A copy of pageable memory may return while the last of it is on its way.
+            # A copy from pageable memory may return before its last part has arrived.
             cuda.call("cuCtxSynchronize")
 
     def read(self, address: int, size: int) -> bytes:
@@ -309,7 +312,7 @@ class Device:
         return found.raw
 
     def order(self, stream: int) -> None:
-        """What the legacy default stream was given before comes before what `stream` is given from now."""
+        """Make `stream` wait for all earlier work of the legacy default stream."""
         event = ctypes.c_void_p()
         with self._current() as cuda:
             cuda.call("cuEventCreate", ctypes.byref(event), _DISABLE_TIMING)

@@ -1,12 +1,12 @@
-"""DLPack capsules of GPU memory, made with ctypes. https://dmlc.github.io/dlpack has the structures.
+"""DLPack capsules of GPU memory, created with ctypes. Structures: https://dmlc.github.io/dlpack
 
-A capsule holds what it was given as `keeper`, and so does whoever takes it over, until the deleter is called:
-from any thread, with or without the interpreter's lock. At the end of the interpreter no Python may be called
-any more: what is lent out then gets a deleter of the C library's that does nothing.
+A capsule, and the consumer that takes it over, hold `keeper` until they call the deleter: from any thread,
+with or without the interpreter's lock. At interpreter exit no Python code may run any more, so exported
+structures then get a deleter from the C library that does nothing.
 
-A capsule has no destructor: a consumer that refuses it frees it while its error is under way, and no error
-outlives a callback of ctypes. So capsules are held here, and those that nobody else has are let go of at the
-next look: as another is made, as a buffer is closed, as garbage is collected.
+A capsule has no destructor. A consumer that refuses a capsule frees it while its exception is raised, and a
+ctypes callback would clear that exception. This module therefore holds all capsules and releases unused ones
+in sweep(): when it creates another capsule, when a buffer is closed and at garbage collection.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class DLManagedTensorVersioned(ctypes.Structure):
     )
 
 
-class Lent:
-    """One export: the structure a consumer reads, and what must live as long as it does."""
+class Export:
+    """One export: the structure that a consumer reads, and the objects that must live as long."""
 
     def __init__(
         self, managed: DLManagedTensor | DLManagedTensorVersioned, arrays: object, keeper: object
@@ -68,16 +68,16 @@ class Lent:
         self.arrays = arrays
         self.keeper = keeper
         self.capsule: object = None
-        """Until somebody has taken it over."""
+        """Held until a consumer has taken the capsule over."""
 
     @property
     def others(self) -> int:
-        """How many refer to the capsule, and as many more as it takes to ask."""
+        """Return the reference count of the capsule as seen from here."""
         return sys.getrefcount(self.capsule)
 
 
-# By the number that is in the structure's own field for its maker.
-_lent: dict[int, Lent] = {}
+# By the number in the structure's manager context field.
+_lent: dict[int, Export] = {}
 _numbers = itertools.count(1)
 
 _new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
@@ -93,7 +93,7 @@ def _end(structure: type[DLManagedTensor] | type[DLManagedTensorVersioned], at: 
     try:
         _lent.pop(structure.from_address(at).context or 0, None)
     except BaseException:
-        # Of whoever calls this: its error shows in what is called first, and is gone after that.
+        # The caller's pending exception: the first call would raise it and clear it.
         _lent.pop(structure.from_address(at).context or 0, None)
 
 
@@ -106,16 +106,16 @@ def _delete_versioned(at: int) -> None:
 
 
 def sweep() -> None:
-    """Let go of capsules that nobody has taken over, nor ever will."""
-    # Only numbers are copied: to make more could collect garbage, and so come here again.
+    """Release capsules that no consumer has taken over and no consumer can reach."""
+    # Copy only numbers: allocating objects could start a garbage collection, which calls sweep() again.
     for number in list(_lent):
         lent = _lent.get(number)
         if lent is None or lent.capsule is None:
             continue
-        # In this order: who has it could take it over in between, and nobody else.
+        # In this order, because a consumer that holds the capsule could take it over in between.
         alone = lent.others == _OURS_ALONE
         if not any(_is_valid(lent.capsule, name) for name in (_NAME, _VERSIONED)):
-            # Its consumer has given it another name, and calls the deleter.
+            # The consumer renamed the capsule and will call the deleter.
             lent.capsule = None
         elif alone:
             _lent.pop(number, None)
@@ -132,7 +132,7 @@ def _at_end(nothing: int | None) -> None:
         _keep_for_ever(lent)
 
 
-# abs(3) reads its argument and answers; it is in every C library.
+# abs(3) reads its argument and returns; every C library has it.
 atexit.register(_at_end, ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value)
 _DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_delete)
 _DELETER_VERSIONED = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_delete_versioned)
@@ -141,7 +141,7 @@ for _callback in (_DELETER, _DELETER_VERSIONED):
 
 
 def _ours_alone() -> int:
-    lent = Lent(DLManagedTensor(), None, None)
+    lent = Export(DLManagedTensor(), None, None)
     lent.capsule = _new(ctypes.addressof(lent.managed), _NAME, None)
     return lent.others
 
@@ -150,8 +150,8 @@ _OURS_ALONE = _ours_alone()
 gc.callbacks.append(_when_collected)
 
 
-def lent_out() -> int:
-    """How many exports somebody still has."""
+def export_count() -> int:
+    """Return the number of exports that a consumer still holds."""
     sweep()
     return len(_lent)
 
@@ -165,7 +165,7 @@ def capsule(
     *,
     versioned: bool,
 ) -> object:
-    """`address` of the first element, `shape` of a C-contiguous array, `dtype` as (code, bits)."""
+    """Return a capsule of a C-contiguous array. `address`: its first element; `dtype`: (code, bits)."""
     axes = len(shape)
     sizes = (ctypes.c_int64 * axes)(*shape)
     strides = (ctypes.c_int64 * axes)()
@@ -192,7 +192,7 @@ def capsule(
         deleter = ctypes.cast(_DELETER, ctypes.c_void_p).value
         managed = DLManagedTensor(tensor, number, deleter)
     sweep()
-    lent = Lent(managed, (sizes, strides), keeper)
+    lent = Export(managed, (sizes, strides), keeper)
     made: object = _new(ctypes.addressof(managed), _VERSIONED if versioned else _NAME, None)
     lent.capsule = made
     _lent[number] = lent

@@ -1,6 +1,6 @@
-"""Messages on RUN/vault.sock, for programs: the client's own encoder of clients/libcuda/src/vaultwire.h.
+"""Messages on RUN/vault.sock, encoded by programs: the counterpart of clients/libcuda/src/vaultwire.h.
 
-mpsd/vault/wire.py is the daemon's; a test compares the two, byte by byte.
+mpsd/vault/messages.py is the daemon's encoder; a test compares both byte by byte.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`size` in bytes, `gpu` 16 bytes as cuDeviceGetUuid gives them, `token` of TOKEN_ROOM bytes."""
+    """One message. `size`: bytes; `gpu`: 16 bytes as of cuDeviceGetUuid; `token`: TOKEN_ROOM bytes."""
 
     kind: Kind
     sequence: int = 0
@@ -54,7 +54,7 @@ class Message:
 
 
 def valid_name(name: str) -> bool:
-    """As the daemon has it: 1 to 63 printable ASCII characters without blanks, not a number."""
+    """Check a name by the daemon's rule: 1 to 63 printable ASCII characters, no blanks, not a number."""
     return 0 < len(name) < NAME_ROOM and all("!" <= c <= "~" for c in name) and not name.isdecimal()
 
 
@@ -77,9 +77,9 @@ def pack(message: Message, *, answer: bool = False) -> bytes:
 
 
 def unpack_answer(data: bytes) -> Message:
-    """Raises ValueError for what is no answer."""
+    """Decode an answer. Raises ValueError for an invalid one."""
     if len(data) != LAYOUT.size:
-        raise ValueError(f"{len(data)} bytes are no message")
+        raise ValueError(f"{len(data)} bytes are no message of the vault")
     magic, version, kind, sequence, status, number, size, address, index, count, gpu, token, name = (
         LAYOUT.unpack(data)
     )

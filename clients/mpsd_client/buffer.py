@@ -1,4 +1,4 @@
-"""GPU memory of this process: views that other libraries wrap without copying, and the buffer they show."""
+"""GPU buffers of this process, and views of them that other libraries wrap without copying."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mpsd_client._cuda import Device
 
 _INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL = 0, 1, 2, 4, 5, 6
-# Name: DLPack's code, bits, and the array interface's string, which has none for bfloat16.
+# Name: DLPack's code, bits, and the string of the array interface (none for bfloat16).
 _DTYPES: dict[str, tuple[int, int, str]] = {
     "bool": (_BOOL, 8, "|b1"),
     "int8": (_INT, 8, "|i1"),
@@ -37,19 +37,20 @@ _DTYPES: dict[str, tuple[int, int, str]] = {
 
 
 class Range:
-    """Addresses of this process with memory behind them, until cuMemUnmap of them has returned well."""
+    """An address range with memory behind it, until cuMemUnmap has succeeded."""
 
     def __init__(self, device: Device, address: int, size: int) -> None:
         self.device, self.address, self.size = device, address, size
         self.mapped = True
         self.usable = True
-        """False as soon as it is being unmapped."""
-        # Reentrant: a finalizer may run anywhere, so also in the thread that is just unmapping another one.
+        """False once unmapping begins."""
+        # Reentrant: a finalizer may run in a thread that is unmapping another range.
         self._lock = threading.RLock()
 
     def unmap(self) -> bool:
-        """Waits for no work: that is the caller's to have done, unless the context is lost, which writes
-        nothing there any more once this returns. Whether it is unmapped."""
+        """Unmap the range and return whether it is unmapped. Waits for no work.
+
+        The caller has waited for the work, or the context has faulted and writes nothing more."""
         self.usable = False
         with self._lock:
             if self.mapped and self.device.unmap(self.address, self.size):
@@ -57,7 +58,7 @@ class Range:
         return not self.mapped
 
     def end(self) -> None:
-        """When all work of its context is done: that may use it."""
+        """Unmap the range after all work of its context, which may use it."""
         self.device.finish_work()
         with self._lock:
             was_mapped = self.mapped
@@ -66,10 +67,10 @@ class Range:
 
 
 class Mapping:
-    """Memory at an address of this process, until nobody refers to it any more.
+    """Memory at an address of this process, unmapped when the last reference to it is gone.
 
-    `size` in bytes, whole granules. Takes `device` over. It is not unmapped at the end of the interpreter:
-    others may use it to the last, and the end of the process does it.
+    `size`: bytes, a multiple of the granularity. Owns `device`. Not unmapped at interpreter exit, because
+    other libraries may still use it; the end of the process unmaps it.
     """
 
     def __init__(self, device: Device, address: int, size: int) -> None:
@@ -85,22 +86,22 @@ def _end(where: Range) -> None:
 
 
 def dtype_name(dtype: object) -> str:
-    """The name of a dtype given as text ("float32"), or as an object of NumPy's, CuPy's or PyTorch's.
+    """Return the name of a dtype: a string ("float32"), or an object of NumPy, CuPy or PyTorch.
 
     Raises UsageError.
     """
     given = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype)
-    # NumPy 1 has its "bool_".
+    # NumPy 1 names it "bool_".
     name = str(given).rpartition(".")[2].removesuffix("_")
     if name not in _DTYPES:
-        raise errors.UsageError(f"no such dtype: {dtype!r}", remedy="one of " + ", ".join(_DTYPES))
+        raise errors.UsageError(f"unknown dtype {dtype!r}", remedy="use one of " + ", ".join(_DTYPES))
     return name
 
 
 class View:
     """A C-contiguous array in GPU memory, for torch.from_dlpack, torch.as_tensor, cupy.asarray and the like.
 
-    Nothing is copied. The memory stays mapped while this object, or anything made from it, is there.
+    Nothing is copied. The memory stays mapped while this object, or an array created from it, exists.
     """
 
     def __init__(self, mapping: Mapping, dtype: str, shape: tuple[int, ...], offset: int) -> None:
@@ -124,21 +125,21 @@ class View:
 
     @property
     def pointer(self) -> int:
-        """The device address of the first element (a CUdeviceptr). Raises UsageError once closed."""
-        return self._there().address + self._offset
+        """Device address of the first element (a CUdeviceptr). Raises UsageError once closed."""
+        return self._open_mapping().address + self._offset
 
-    def _there(self) -> Mapping:
-        if self._closed_here or self._mapping is None:
+    def _open_mapping(self) -> Mapping:
+        if self._is_closed or self._mapping is None:
             raise errors.UsageError("the buffer is closed", remedy="attach it again")
         return self._mapping
 
     @property
-    def _closed_here(self) -> bool:
+    def _is_closed(self) -> bool:
         return self._mapping is None or not self._mapping.range.usable
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """(2, ordinal): CUDA, and the device as this process counts them."""
-        return _dlpack.CUDA, self._there().device.ordinal
+        """Return (2, ordinal): kDLCUDA and the device's ordinal in this process."""
+        return _dlpack.CUDA, self._open_mapping().device.ordinal
 
     def __dlpack__(
         self,
@@ -148,18 +149,18 @@ class View:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> object:
-        """A DLPack capsule; versioned where the consumer can take one.
+        """Return a DLPack capsule, versioned if the consumer supports it.
 
-        `stream`: the consumer's, as the array API has it for CUDA: None or 1 the legacy default one, 2 the
-        per-thread default one, above that a CUstream, -1 no ordering wanted. It waits for what the legacy
-        default stream was given before; other streams are the caller's to order. Raises BufferError for
-        what cannot be done without a copy, ValueError for stream 0, UsageError once closed.
+        `stream`: the consumer's, as the array API defines it for CUDA: None or 1 the legacy default stream, 2
+        the per-thread default stream, a CUstream, or -1 for no ordering. The stream waits for earlier work of
+        the legacy default stream; ordering other streams is the caller's task. Raises BufferError for a
+        request that needs a copy, ValueError for stream 0, UsageError once closed.
         """
-        mapping = self._there()
+        mapping = self._open_mapping()
         if stream == 0 or (stream is not None and stream < -1):
-            raise ValueError(f"stream {stream} means no CUDA stream: 1 is the legacy default one")
+            raise ValueError(f"stream {stream} is no CUDA stream: use 1 for the legacy default stream")
         if copy:
-            raise BufferError("the memory is lent, never copied: copy what you made of it")
+            raise BufferError("the memory cannot be copied here: copy the array that you create from it")
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"the memory is on {self.__dlpack_device__()}, not on {tuple(dl_device)}")
         if stream is not None and stream > 1:
@@ -172,58 +173,58 @@ class View:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3, C-contiguous, writable; no stream, for nothing of ours is ever under way.
+        """The array interface, version 3: C-contiguous, writable, without a stream.
 
-        Raises AttributeError for bfloat16, which that interface has no name for (DLPack has), and once
-        closed: whoever asks then finds no such interface.
+        No stream, because this object never has work in flight. Raises AttributeError for bfloat16, which the
+        interface cannot name (DLPack can), and once closed, so that hasattr() is False.
         """
         kind = _DTYPES[self.dtype][2]
-        if self._closed_here or not kind:
-            why = "the buffer is closed" if kind else "bfloat16 has no name there: use __dlpack__"
+        if self._is_closed or not kind:
+            why = "the buffer is closed" if kind else "it cannot name bfloat16: use __dlpack__"
             raise AttributeError(f"no __cuda_array_interface__: {why}")
-        # Whoever read it refers to this object alone: the memory has to stay as long as this does.
+        # The reader of the interface refers only to this object, so the memory must live as long as it.
         self._lent = True
         return {
             "shape": self.shape,
             "typestr": kind,
-            "data": (self.pointer if self.nbytes else 0, False),  # As its specification wants it.
+            "data": (self.pointer if self.nbytes else 0, False),  # 0 for size 0, by the specification.
             "strides": None,
             "stream": None,
             "version": 3,
         }
 
     def read(self, size: int | None = None, offset: int = 0) -> bytes:
-        """A copy of `size` bytes from byte `offset` on; by default all. Raises UsageError, CudaError.
+        """Return a copy of `size` bytes from byte `offset` on; by default all. Raises UsageError, CudaError.
 
-        It is ordered after what the legacy default stream was given, as cudaMemcpy is.
+        Ordered after earlier work of the legacy default stream, like cudaMemcpy.
         """
         size = self.nbytes - offset if size is None else size
         self._check(offset, size)
-        return self._there().device.read(self.pointer + offset, size) if size else b""
+        return self._open_mapping().device.read(self.pointer + offset, size) if size else b""
 
     def write(self, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        """Copy bytes to byte `offset` and the following, done on return. Raises UsageError, CudaError."""
+        """Copy bytes into the memory from byte `offset` on; done on return. Raises UsageError, CudaError."""
         given = data if isinstance(data, bytes) else bytes(data)
         self._check(offset, len(given))
         if given:
-            self._there().device.write(self.pointer + offset, given)
+            self._open_mapping().device.write(self.pointer + offset, given)
 
     def _check(self, offset: int, size: int) -> None:
         if offset < 0 or size < 0 or offset + size > self.nbytes:
             raise errors.UsageError(
-                f"bytes {offset} to {offset + size} are not within {self.nbytes}",
-                remedy="offset and size count bytes from the start",
+                f"bytes {offset} to {offset + size} exceed the buffer of {self.nbytes} bytes",
+                remedy="give offset and size in bytes from the start of the buffer",
             )
 
     def __repr__(self) -> str:
-        where = "closed" if self._closed_here else hex(self.pointer)
+        where = "closed" if self._is_closed else hex(self.pointer)
         return f"<{type(self).__name__} {self.dtype}{list(self.shape)} at {where}>"
 
 
 class Buffer(View):
-    """A named piece of GPU memory, as an array of bytes; view() shows it as others.
+    """A named GPU buffer, as an array of bytes; view() returns it as other types.
 
-    Made by attach() and session().attach(). As a context, it is closed at the end.
+    Created by attach() and session().attach(). A context manager that closes it.
     """
 
     def __init__(
@@ -237,25 +238,28 @@ class Buffer(View):
         forget: Callable[[], object],
         closed: Callable[[bool], object],
     ) -> None:
-        """`forget` has the vault let go; `closed` is told at the end, once, whether nothing is mapped any
-        more and the vault may hand it to others."""
+        """`forget` makes the vault release the memory. `closed` is called once, at the end.
+
+        Its argument: nothing is mapped any more, so the vault may give the memory to another process."""
         super().__init__(mapping, "uint8", (size,), 0)
         self.name = name
         self.device = mapping.device.ordinal
-        """Ordinal of the GPU as this process counts them."""
+        """Ordinal of the GPU in this process."""
         self.found = found
-        """True: it was there, with the bytes that an earlier process (or this one) left. False: it is new,
-        and all zeros."""
+        """True: the buffer has the bytes that an earlier process (or this one) left. False: it is new and
+        all zeros."""
         self.persistent = persistent
-        """True: the vault has it, and it outlives this process. False: it ends with it, as any memory."""
+        """True: the vault keeps it, so it outlives this process. False: it ends with this process."""
         self._forget = forget
         self._closed = closed
 
     def view(
         self, dtype: object = "uint8", shape: SupportsIndex | Sequence[int] | None = None, offset: int = 0
     ) -> View:
-        """The memory from byte `offset` on as a C-contiguous array; without a `shape`, one axis of all that
-        fits. `dtype`: a name ("float32"), or NumPy's, CuPy's or PyTorch's object. Raises UsageError."""
+        """Return the memory from byte `offset` on as a C-contiguous array. Raises UsageError.
+
+        Without a `shape`: one axis with all elements that fit. `dtype`: a name ("float32"), or an object of
+        NumPy, CuPy or PyTorch."""
         name = dtype_name(dtype)
         itemsize = _DTYPES[name][1] // 8
         if shape is None:
@@ -266,32 +270,33 @@ class Buffer(View):
             axes = tuple(int(axis) for axis in shape)
         if any(axis < 0 for axis in axes) or offset % itemsize:
             raise errors.UsageError(
-                f"no view of {name}{list(axes)} at byte {offset}",
-                remedy=f"axes of 0 or more, and an offset that {itemsize} divides",
+                f"{name}{list(axes)} at byte {offset} is not a valid view",
+                remedy=f"use axes of 0 or more, and an offset that is a multiple of {itemsize}",
             )
         self._check(offset, math.prod(axes) * itemsize)
-        return View(self._there(), name, axes, offset)
+        return View(self._open_mapping(), name, axes, offset)
 
     def close(self) -> None:
-        """This object shows the memory no more. It stays mapped while a view, a capsule or a tensor made of
-        it is there (and this object, where somebody read its __cuda_array_interface__); then that is undone,
-        after a wait for the work of its context. Idempotent.
+        """Close the buffer. Idempotent.
 
-        What the vault has, it keeps. Where nothing stayed mapped another process may attach it from now on;
-        else when this one has ended, or has attached it again and closed it."""
+        The memory stays mapped while a view, a capsule or a tensor of it exists, and while this object exists
+        if its __cuda_array_interface__ was read. It is unmapped after that, when its context has no work.
+        The vault keeps the memory. Another process may attach it at once if nothing stayed mapped; otherwise
+        after the end of this process, or after this process has attached and closed it again."""
         if self._mapping is None:
             return
         _dlpack.sweep()
         where = self._mapping.range
         if self._lent:
-            # They hold this object: what it refers to goes when it goes.
+            # Readers of the array interface hold this object, so it must keep the memory mapped.
             self._last = self._mapping
         self._mapping = None
         self._closed(self.persistent and not where.mapped)
 
     def forget(self) -> None:
-        """Let the vault give the memory up, for good: it is not found again. Here it can be used until it is
-        closed. Raises NoVaultError, DeadlineError, ProtocolError."""
+        """Make the vault release the memory for good. This process can use it until it closes the buffer.
+
+        Raises NoVaultError, DeadlineError, ProtocolError."""
         if self.persistent:
             self._forget()
             self.persistent = False
@@ -306,5 +311,5 @@ class Buffer(View):
 
     def __repr__(self) -> str:
         kind = "persistent" if self.persistent else "not persistent"
-        where = "closed" if self._closed_here else hex(self.pointer)
+        where = "closed" if self._is_closed else hex(self.pointer)
         return f"<Buffer {self.name!r} of {self.nbytes} bytes at {where}, {kind}>"

@@ -1,4 +1,4 @@
-"""attach(): named GPU buffers that outlive their process; session(): the same where there may be no vault."""
+"""attach(): named GPU buffers that outlive their process. session(): the same with or without a vault."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from mpsd_client._cuda import Device
 from mpsd_client._protocol import errors
 from mpsd_client.buffer import Buffer, Mapping, Range
 from mpsd_client.events import Callback, Watcher
-from mpsd_client.vault import InUseError, NoVaultError, Piece, QuotaError, Vault
+from mpsd_client.vault import InUseError, NoVaultError, QuotaError, Segment, Vault
 
 DYING_S = 30.0
-# A daemon that ends in the middle is a broken protocol to who speaks to it.
+# A daemon that ends during a message looks like a protocol error.
 _NOT_TAKEN = (NoVaultError, QuotaError, errors.DeadlineError, errors.DeniedError, errors.ProtocolError)
 
 
 class NotPersistentWarning(UserWarning):
-    """A buffer will not outlive its process, or not mpsd; the text says why."""
+    """A buffer will not outlive its process, or not mpsd. The text states the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Borrowed:
-    """A buffer that a process has beside the one whose it is, until its turn: what it will call it, and how
-    the other one calls it, which changes with the memory."""
+    """A buffer that a waiting process maps beside its present owner, until its turn.
+
+    Holds both numbers for it: this process's future one, and the owner's, which changes with the memory."""
 
     path: str
     number: int
-    theirs: int
+    owner_number: int
     where: Range
 
 
 _borrowed: dict[str, _Borrowed] = {}
-# Names that this process has attached, so that nobody maps one twice by mistake.
+# Names that this process has attached, so that it maps none twice by mistake.
 _attached: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
 
 
 def attach(name: str, size: int | None = None, *, device: int = 0, socket_path: str | None = None) -> Buffer:
-    """A GPU buffer that is kept under a name: the same bytes again, in whichever process asks next.
+    """Return a GPU buffer that the vault keeps under a name: the same bytes for the next process that asks.
 
-    It is made, of zeros, where this owner (this user in this cgroup, or with this MPSD_VAULT_TOKEN) keeps
-    nothing so, and outlives this process, however it ends, and mpsd. One process has it at a time.
+    If this owner (this user in this cgroup, or with this MPSD_VAULT_TOKEN) keeps nothing under the name, the
+    buffer is created with zeros. It outlives this process, however that ends, and mpsd. One process owns it
+    at a time. Under mpsd-standby a waiting process maps it beside the working process, and must not write to
+    it before wait_for_turn() has returned.
 
-    Under mpsd-standby a process that waits for its turn has it beside the one that works, and is not to write
-    to it before wait_for_turn() has returned.
+    `size`: bytes, at least 1; None: only attach what exists, all of it, a multiple of 2 MiB.
+    `device`: ordinal of the GPU in this process. `socket_path`: the daemon's; by default the vault of
+    mpsd-run, else that of the daemon that connect() would use.
 
-    `size`: bytes, at least 1; None: only come back to what is there, all of it, in whole granules (2 MiB).
-    `device`: ordinal of the GPU as this process counts them. `socket_path`: the daemon's; by default the
-    vault of mpsd-run, else that of the daemon which connect() would find.
-
-    Raises NoVaultError where no vault is offered, NotFoundError (no `size`, and nothing there), UsageError
-    (a wrong name, or what is there has another size or is on another GPU), InUseError, NameTakenError,
+    Raises NoVaultError if no vault is offered, NotFoundError (no `size`, and nothing exists), UsageError (an
+    invalid name, or the existing buffer has another size or is on another GPU), InUseError, NameTakenError,
     QuotaError, DeniedError, DeadlineError, CudaError.
     """
     _check(name, size)
@@ -69,11 +69,11 @@ def attach(name: str, size: int | None = None, *, device: int = 0, socket_path: 
         with Vault(path, vaults.token_of(os.environ)) as vault:
             make = _borrow if _waits() else _attach
             buffer = make(vault, path, name, size, device)
-        return _noted(buffer)
+        return _remember(buffer)
 
 
 def forget(name: str, *, socket_path: str | None = None) -> bool:
-    """Let the vault give up what this owner keeps under a name, for good. False where there is nothing.
+    """Make the vault release what this owner keeps under a name, for good. False if there is nothing.
 
     Raises NoVaultError, UsageError, DeniedError, DeadlineError.
     """
@@ -82,8 +82,9 @@ def forget(name: str, *, socket_path: str | None = None) -> bool:
 
 
 class Session:
-    """As attach(), but goes on without the vault: a buffer is an ordinary one then, and says so. Made by
-    session(). At its end all its buffers are closed; what the vault keeps of them is kept."""
+    """Like attach(), but continues without a vault, with ordinary buffers and a warning.
+
+    Created by session(). Its end closes all its buffers; the vault keeps what it has."""
 
     def __init__(self, socket_path: str | None = None) -> None:
         self._socket_path = socket_path
@@ -92,32 +93,33 @@ class Session:
         self._warned = False
 
     def attach(self, name: str, size: int | None = None, *, device: int = 0) -> Buffer:
-        """As attach(). Where there is no vault, or it ends just then or refuses (a quota), and
-        a size is given: an ordinary buffer of zeros, `persistent` False, and one NotPersistentWarning of
-        the session. Everything else raises as attach() does."""
+        """Attach a buffer like attach(), or create an ordinary one.
+
+        Without a vault, or if the vault ends or refuses (a quota), and with a size: an ordinary buffer of
+        zeros with `persistent` False, and one NotPersistentWarning per session. Other errors as attach()."""
         try:
             buffer = attach(name, size, device=device, socket_path=self._socket_path)
         except _NOT_TAKEN as error:
             if size is None:
                 raise
             if not self._warned:
-                text = f"buffers are not persistent, they end with this process: {error}"
+                text = f"buffers are not persistent and end with this process: {error}"
                 warnings.warn(text, NotPersistentWarning, stacklevel=2)
                 self._warned = True
             with holdings.attaching:
                 _check_not_attached(name)
-                buffer = _noted(_ordinary(name, size, device))
+                buffer = _remember(_not_persistent(name, size, device))
         self._buffers.append(weakref.ref(buffer))
         return buffer
 
     def on_event(self, callback: Callback, *, kinds: Collection[str] | None = None) -> Watcher:
-        """As on_event(), until the end of the session; where no daemon is there, it is looked for."""
+        """Like on_event(), until the end of the session. Without a daemon, tries to connect until then."""
         watcher = Watcher(callback, kinds, self._socket_path, required=False)
         self._watchers.append(watcher)
         return watcher
 
     def wait_for_turn(self) -> bool:
-        """As wait_for_turn()."""
+        """Like the function wait_for_turn()."""
         return wait_for_turn()
 
     def close(self) -> None:
@@ -141,28 +143,27 @@ class Session:
 
 
 def session(socket_path: str | None = None) -> Session:
-    """A context in which attach() works with and without a daemon.
+    """Return a context manager in which attach() works with and without a daemon.
 
         with mpsd_client.session() as s:
             parameters = s.attach("parameters", 64 << 20)
             if not parameters.found:
-                ...                               # nothing was left: begin anew
+                ...                               # the buffer is new: initialise it
 
-    `socket_path`: the daemon's, as for attach(). Nothing is looked for before the first attach().
+    `socket_path`: the daemon's, as for attach(). The session connects at the first attach().
     """
     return Session(socket_path)
 
 
 def wait_for_turn() -> bool:
-    """Under mpsd-standby: say that all is done that can be done beforehand, and return when it is this
-    process's turn; all that it has attached is its own then. True where another one had a turn before it.
-    Without mpsd-standby: False, at once.
+    """Report to mpsd-standby that the preparation is complete, and return when this process has its turn.
 
-    When the domain of a process that has its turn is lost, all that it has attached is taken from it before
-    it is ended: its buffers are closed then, and it can attach nothing any more.
+    All that the process has attached is its own then. Returns True if another process had a turn before,
+    False at once without mpsd-standby. When the domain of the working process faults, all buffers are taken
+    from it before it is ended: they are closed, and attach() fails.
 
-    Raises NotRunningError where mpsd-standby ends meanwhile, AmbiguousError where a buffer was made anew
-    under its name since this process attached it, and what attach() raises.
+    Raises NotRunningError if mpsd-standby ends meanwhile, AmbiguousError if a buffer was created again under
+    its name since this process attached it, and the errors of attach().
     """
     turn = turns.turn()
     if turn is None:
@@ -177,13 +178,13 @@ def wait_for_turn() -> bool:
         for name, borrowed in tuple(_borrowed.items()):
             _take_over(name, borrowed)
     _listen(turn)
-    turn.say(turns.TOOK)
+    turn.say(turns.TOOK_OVER)
     return True
 
 
 def _listen(turn: turns.Turn) -> None:
-    if turn.listen(holdings.let_go):
-        holdings.let_go_at_exit(turn.say_left)
+    if turn.listen(holdings.release_all):
+        holdings.release_at_exit(turn.report_released)
 
 
 def _waits() -> bool:
@@ -192,26 +193,26 @@ def _waits() -> bool:
 
 
 def _borrow(vault: Vault, path: str, name: str, size: int | None, device: int) -> Buffer:
-    """As _attach, of what another living process has."""
+    """Attach what another living process owns, like _attach."""
     found = vault.claim(name)
     if found is None:
         raise errors.NotFoundError(
-            f"nothing of yours is kept as {name!r}, and a process that waits for its turn makes nothing",
+            f"no buffer {name!r} exists, and a process that waits for its turn cannot create one",
             remedy="the program must attach it before it calls wait_for_turn()",
         )
-    piece, theirs = found
+    segment, owner_number = found
     try:
         gpu = Device(device)
         try:
-            mapping = _come_back(gpu, piece, name, size)
+            mapping = _remap(gpu, segment, name, size)
         except BaseException:
             gpu.close()
             raise
     finally:
-        os.close(piece.descriptor)
+        os.close(segment.descriptor)
     number = _number()
-    _borrowed[name] = _Borrowed(path, number, theirs, mapping.range)
-    return _buffer(mapping, path, name, piece.size if size is None else size, number, found=True)
+    _borrowed[name] = _Borrowed(path, number, owner_number, mapping.range)
+    return _buffer(mapping, path, name, segment.size if size is None else size, number, found=True)
 
 
 def _take_over(name: str, borrowed: _Borrowed) -> None:
@@ -219,20 +220,20 @@ def _take_over(name: str, borrowed: _Borrowed) -> None:
         found = vault.claim(name)
         if found is not None:
             os.close(found[0].descriptor)
-        if found is None or found[1] != borrowed.theirs:
+        if found is None or found[1] != borrowed.owner_number:
             raise errors.AmbiguousError(
-                f"{name!r} was made anew, or forgotten, while this process waited for its turn",
+                f"{name!r} was created again, or forgotten, while this process waited for its turn",
                 remedy="attach it once, before wait_for_turn(), and keep it",
             )
-        piece = _take(vault, name, borrowed.number)
-        if piece is not None:
-            os.close(piece.descriptor)
+        segment = _take(vault, name, borrowed.number)
+        if segment is not None:
+            os.close(segment.descriptor)
     holdings.note(borrowed.number, borrowed.path, borrowed.where)
     del _borrowed[name]
 
 
-def _take(vault: Vault, name: str, number: int) -> Piece | None:
-    """As vault.take(). Under mpsd-standby whoever has it may be of the one before, and just be ending."""
+def _take(vault: Vault, name: str, number: int) -> Segment | None:
+    """Take over a buffer like vault.take(), retrying under mpsd-standby: its owner may be just ending."""
     turn, began = turns.turn(), time.monotonic()
     while True:
         try:
@@ -241,23 +242,23 @@ def _take(vault: Vault, name: str, number: int) -> Piece | None:
             waited = time.monotonic() - began
             if not turns.is_followed() or (turn is not None and turn.is_first) or waited > DYING_S:
                 raise
-            holdings.wait(turns.until_next_look(waited))
+            holdings.wait(turns.poll_pause(waited))
 
 
 def _check(name: str, size: int | None) -> None:
     vaults.check_name(name)
     if size is not None and size < 1:
-        raise errors.UsageError(f"a buffer of {size} bytes", remedy="1 or more")
+        raise errors.UsageError(f"a buffer cannot have {size} bytes", remedy="use a size of 1 or more")
 
 
 def _check_not_attached(name: str) -> None:
     if name in _attached:
         raise InUseError(
-            f"{name!r} is attached in this process already", remedy="use that buffer, or close it first"
+            f"{name!r} is already attached in this process", remedy="use that buffer, or close it first"
         )
 
 
-def _noted(buffer: Buffer) -> Buffer:
+def _remember(buffer: Buffer) -> Buffer:
     _attached[buffer.name] = buffer
     return buffer
 
@@ -271,25 +272,25 @@ def _attach(vault: Vault, path: str, name: str, size: int | None, device: int) -
     gpu = Device(device)
     try:
         number = _number()
-        piece = _take(vault, name, number)
-        if piece is not None:
+        segment = _take(vault, name, number)
+        if segment is not None:
             try:
-                mapping = _come_back(gpu, piece, name, size)
+                mapping = _remap(gpu, segment, name, size)
             except BaseException:
-                vault.leave(number)
+                vault.leave_segment(number)
                 raise
             finally:
-                os.close(piece.descriptor)
-            whole = piece.size if size is None else size
-            return _buffer(mapping, path, name, whole, number, found=True)
+                os.close(segment.descriptor)
+            rounded_size = segment.size if size is None else size
+            return _buffer(mapping, path, name, rounded_size, number, found=True)
         if size is None:
             raise errors.NotFoundError(
-                f"nothing of yours is kept as {name!r}",
-                remedy="give a size to make it; mpsd-ctl vault list shows what there is, and whose",
+                f"no buffer {name!r} exists",
+                remedy="give a size to make it; mpsd-ctl vault list shows all buffers and their owners",
             )
-        mapping, stored = _begin(gpu, vault, name, size, number)
+        mapping, stored = _create(gpu, vault, name, size, number)
         if not stored:
-            text = f"{name!r} outlives this process, but not yet mpsd: its descriptor store does not answer"
+            text = f"{name!r} outlives this process, but not mpsd yet: its descriptor store does not answer"
             warnings.warn(text, NotPersistentWarning, stacklevel=3)
         return _buffer(mapping, path, name, size, number, found=False)
     except BaseException:
@@ -298,64 +299,65 @@ def _attach(vault: Vault, path: str, name: str, size: int | None, device: int) -
 
 
 def _number() -> int:
-    """How this process calls a piece: odd, so none of those of mpsd's libcuda, which are addresses; by
-    chance, for after an exec the process may have brought others."""
+    """Return a number for a segment: odd, because mpsd's libcuda uses addresses, which are even.
+
+    Random, because the process may have brought other segments before an exec."""
     return int.from_bytes(os.urandom(7), "big") << 1 | 1
 
 
-def _come_back(gpu: Device, piece: Piece, name: str, size: int | None) -> Mapping:
-    elsewhere = gpu.other_with(piece.gpu)
-    if elsewhere is not None and piece.gpu != gpu.uuid:
+def _remap(gpu: Device, segment: Segment, name: str, size: int | None) -> Mapping:
+    elsewhere = gpu.other_with(segment.gpu)
+    if elsewhere is not None and segment.gpu != gpu.uuid:
         raise errors.UsageError(
-            f"{name!r} is on device {elsewhere}, not on {gpu.ordinal}", remedy=f"device={elsewhere}"
+            f"{name!r} is on device {elsewhere}, not on {gpu.ordinal}", remedy=f"use device={elsewhere}"
         )
-    if size is not None and gpu.rounded(size) != piece.size:
+    if size is not None and gpu.rounded(size) != segment.size:
         raise errors.UsageError(
-            f"{name!r} is there with {piece.size} bytes, and {size} were asked for "
-            f"({gpu.rounded(size)} in whole granules)",
-            remedy="ask for as much, or for no size, or forget() it first",
+            f"{name!r} has {segment.size} bytes, but {size} were requested "
+            f"({gpu.rounded(size)} with the granularity)",
+            remedy="request the same size, or no size, or forget() it first",
         )
-    handle = gpu.import_from(piece.descriptor)
+    handle = gpu.import_from(segment.descriptor)
     try:
-        return Mapping(gpu, gpu.map(handle, piece.size, piece.address), piece.size)
+        return Mapping(gpu, gpu.map(handle, segment.size, segment.address), segment.size)
     finally:
         gpu.release(handle)
 
 
-def _begin(gpu: Device, vault: Vault, name: str, size: int, number: int) -> tuple[Mapping, bool]:
-    whole = gpu.rounded(size)
-    handle = gpu.create(whole)
+def _create(gpu: Device, vault: Vault, name: str, size: int, number: int) -> tuple[Mapping, bool]:
+    rounded_size = gpu.rounded(size)
+    handle = gpu.create(rounded_size)
     try:
-        address = gpu.map(handle, whole)
+        address = gpu.map(handle, rounded_size)
         try:
-            gpu.clear(address, whole)
+            gpu.clear(address, rounded_size)
             descriptor = gpu.export(handle)
             try:
-                stored = vault.bring(name, Piece(descriptor, whole, address, gpu.uuid), number)
+                stored = vault.put_named(name, Segment(descriptor, rounded_size, address, gpu.uuid), number)
             finally:
                 os.close(descriptor)
         except BaseException:
-            Range(gpu, address, whole).end()
+            Range(gpu, address, rounded_size).end()
             raise
     finally:
         gpu.release(handle)
-    return Mapping(gpu, address, whole), stored
+    return Mapping(gpu, address, rounded_size), stored
 
 
-def _ordinary(name: str, size: int, device: int) -> Buffer:
+def _not_persistent(name: str, size: int, device: int) -> Buffer:
     gpu = Device(device)
     try:
-        whole = gpu.rounded(size)
-        handle = gpu.create(whole)
+        rounded_size = gpu.rounded(size)
+        handle = gpu.create(rounded_size)
         try:
-            address = gpu.map(handle, whole)
+            address = gpu.map(handle, rounded_size)
         finally:
             gpu.release(handle)
-        mapping = Mapping(gpu, address, whole)
+        mapping = Mapping(gpu, address, rounded_size)
     except BaseException:
         gpu.close()
         raise
-    gpu.clear(address, whole)
+    gpu.clear(address, rounded_size)
     return _buffer(mapping, "", name, size, 0, found=False)
 
 

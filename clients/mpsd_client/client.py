@@ -1,4 +1,4 @@
-"""The client: one method per operation, an iterator for events."""
+"""The client of mpsd's protocol: one method per operation, and an iterator over events."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from mpsd_client._protocol import errors, messages
+from mpsd_client._protocol import Protection, ProtectionLevel, errors, messages
+from mpsd_client.joining.devices import NodeGpu
 from mpsd_client.transport import Transport, find_socket
 
 CONNECT_TIMEOUT_S = 5.0
 
 
 class RemoteError(errors.MpsdError):
-    """An error that only the daemon has a class for; `remote_code` is its code."""
+    """An error of the daemon without a class of its own here; `remote_code` is its code."""
 
     code = "remote"
 
@@ -24,66 +25,85 @@ class RemoteError(errors.MpsdError):
 
 
 def connect(socket_path: str | None = None, timeout: float = CONNECT_TIMEOUT_S) -> Client:
-    """A client on a connection of its own.
+    """Return a client on a new connection.
 
     `socket_path`: by default $MPSD_SOCKET, else the user's own daemon's, else /run/mpsd/mpsd.sock.
-    `timeout`: seconds until the daemon must have shaken hands. Raises NotRunningError, DeniedError,
-    DeadlineError, ProtocolError.
+    `timeout`: seconds for connecting and the handshake. Raises NotRunningError, DeniedError, DeadlineError,
+    ProtocolError.
     """
     return Client(socket_path or find_socket(os.environ, os.getuid()), timeout)
 
 
 class Client:
-    """Asks one daemon. Use as a context, or close() it. Not for several threads at once.
+    """A connection to one daemon. A context manager. Not for several threads at once.
 
-    `timeout` of every method: seconds until the daemon gives up; None for the operation's own.
-    All raise MpsdError: NotRunningError when the daemon goes away, DeadlineError, DeniedError,
-    NotFoundError and whatever else the daemon answers. After a DeadlineError the client may be used on.
+    `timeout` of every method: seconds until the daemon stops the operation; None for the operation's default.
+    All methods raise MpsdError: NotRunningError when the daemon ends, DeadlineError, DeniedError,
+    NotFoundError and the daemon's other errors. The client stays usable after a DeadlineError.
     """
 
     def __init__(self, socket_path: str, timeout: float = CONNECT_TIMEOUT_S) -> None:
         self.socket_path = socket_path
         self._timeout = timeout
         self.vault_socket = ""
-        """Where programs bring memory that is to outlive them, once `env` was asked; empty: no vault."""
+        """Socket to which programs bring memory that outlives them. Set by `env`; empty without a vault."""
         self.failover_socket = ""
-        """Where programs hear when they are to go on in another domain, as above; empty: there is none."""
+        """Socket of the daemon's fail-over service. Set by `env`; empty without fail-over."""
         self.domain = self.directory = ""
-        """The domain that `env` led to when it was asked, and its own pipe directory, which never leads to
-        another; empty: not said."""
+        """Domain that the last `env` named, and its own pipe directory, which never leads to another domain.
+        Empty if the daemon does not say."""
         self.gpus: tuple[str, ...] = ()
-        """The GPUs of that domain, by UUID."""
+        """UUIDs of that domain's GPUs."""
         self.numbers: Mapping[str, int] = {}
-        """The index of each of them; an older daemon does not say it."""
+        """Index of each of these GPUs. Empty with an older daemon."""
         self.lost = False
-        """Whether that domain is lost, and nothing has taken its place yet: what starts there fails."""
+        """Whether that domain has faulted and has no successor yet: a program started there fails."""
+        self.gpu_index: int | None = None
+        """nvidia-smi's index of the requested GPU, else of the domain's first. None with an older daemon."""
+        self.protection: Protection | None = None
+        """Level of a program with the environment of the last `env`. None with an older daemon."""
+        self.percentages: Mapping[str, Any] | None = None
+        """That domain's limit and the measured percentages of its GPUs. None with an older daemon."""
         self._streams: list[EventStream] = []
         self._transport = Transport(socket_path, timeout)
 
     def call(
         self, op: str, args: Mapping[str, object] | None = None, timeout: float | None = None
     ) -> Mapping[str, Any]:
-        """Any operation of the table by name; arguments that are None are left out."""
+        """Call an operation by its name in the protocol. Arguments that are None are left out."""
         given = {name: value for name, value in (args or {}).items() if value is not None}
         return _call(self._transport, op, given, timeout)
 
     def status(self, timeout: float | None = None) -> Mapping[str, Any]:
-        """GPUs, domains, clients, the dead whose memory is held, counters ("schema": 1)."""
+        """Return GPUs, domains, clients, exited clients with held memory, and counters ("schema": 1)."""
         return self.call("status", timeout=timeout)
 
     def holders(self, timeout: float | None = None) -> Sequence[Mapping[str, Any]]:
-        """Who has work or memory on a GPU, dead or alive, until mpsd has given up what it holds of it:
-        {"pid", "start_ticks", "uid", "blind" (nobody sees the end of its work)}; a user sees its own.
+        """Return the processes with work or memory on a GPU, exited ones too while mpsd holds their memory.
 
-        Does not ask the GPU's driver, unlike `status`. ProtocolError where the daemon is older.
+        Each: {"pid", "start_ticks", "uid", "blind" (the end of its work cannot be observed)}. A user sees its
+        own processes. Unlike `status`, this does not query the GPU driver. ProtocolError with an older
+        daemon.
         """
         found: Sequence[Mapping[str, Any]] = self.call("holders", timeout=timeout)["holders"]
         return found
 
+    def node_gpus(self, timeout: float | None = None) -> Sequence[NodeGpu]:
+        """Return the GPUs of the machine, in the order of their indices. Starts no domain."""
+        try:
+            rows = self.call("gpus", timeout=timeout)["gpus"]
+        except errors.ProtocolError:
+            # An older daemon closes the connection at an unknown operation. Its status has the rows too.
+            self._transport.close()
+            self._transport = Transport(self.socket_path, self._timeout)
+            rows = self.status(timeout)["gpus"]
+        found = [NodeGpu(int(row["index"]), str(row["uuid"]), str(row["name"])) for row in rows]
+        return sorted(found, key=lambda gpu: gpu.index)
+
     def faults(
         self, limit: int | None = None, since_id: int | None = None, timeout: float | None = None
     ) -> Sequence[Mapping[str, Any]]:
-        """Fault records with ids above `since_id`, the newest `limit` of them, oldest first."""
+        """Return fault records with ids above `since_id`: the newest `limit` of them, oldest first."""
         found: Sequence[Mapping[str, Any]] = self.call(
             "faults", {"limit": limit, "since_id": since_id}, timeout
         )["faults"]
@@ -92,13 +112,13 @@ class Client:
     def failovers(
         self, limit: int | None = None, since_id: int | None = None, timeout: float | None = None
     ) -> Sequence[Mapping[str, Any]]:
-        """What became of programs whose domains were left, as for `faults`."""
+        """Return the fail-over history of programs. Arguments as for `faults`."""
         args = {"limit": limit, "since_id": since_id}
         found: Sequence[Mapping[str, Any]] = self.call("failovers", args, timeout)["failovers"]
         return found
 
     def explain(self, fault_class: str, timeout: float | None = None) -> str:
-        """What a class of fault is, how far it reaches, what to do. Raises NotFoundError."""
+        """Return the explanation of a fault class: meaning, reach, advice. Raises NotFoundError."""
         return str(self.call("explain", {"class": fault_class}, timeout)["text"])
 
     def kill(
@@ -110,10 +130,10 @@ class Client:
         reason: str = "",
         timeout: float | None = None,
     ) -> Mapping[str, Any]:
-        """Evict one client so that nobody else is harmed: {"steps", "outcome", "evict_ms"}.
+        """Evict one client without harm to other clients. Returns {"steps", "outcome", "evict_ms"}.
 
-        `start_ticks` (field 22 of /proc/PID/stat) makes sure that it is the process that is meant:
-        AmbiguousError otherwise. NotFoundError when the pid is not a client.
+        `start_ticks` (field 22 of /proc/PID/stat) identifies the process: AmbiguousError if it differs.
+        NotFoundError if the pid is not a client.
         """
         args = {"pid": pid, "start_ticks": start_ticks, "dry_run": dry_run, "reason": reason}
         return self.call("kill", args, timeout)
@@ -127,9 +147,9 @@ class Client:
         reason: str = "",
         timeout: float | None = None,
     ) -> Mapping[str, Any]:
-        """What is done with one client when a guard zone absorbs an access of it: evict, absorb or freeze.
+        """Set the reaction to guard-zone hits of one client: evict, absorb or freeze. For administrators.
 
-        For administrators. NotFoundError when the pid is not a client, UsageError for another policy.
+        NotFoundError if the pid is not a client, UsageError for an unknown policy.
         """
         args = {"pid": pid, "policy": policy, "start_ticks": start_ticks, "reason": reason}
         return self.call("zone_policy", args, timeout)
@@ -142,10 +162,11 @@ class Client:
         *,
         standby: bool = False,
     ) -> dict[str, str]:
-        """The environment that a workload of this user must set before it initialises CUDA.
+        """Return the environment that a program of this user must set before it initialises CUDA.
 
-        `standby`: of one that is to wait in the domain that takes the active one's place when that is lost,
-        by that domain's own directory. Raises "not-ready" (RemoteError) where there is none at the moment.
+        `standby`: for a process that waits in the standby domain, with that domain's own pipe directory.
+        Raises RefusedError if a new client must not join now, because the GPU is lost or drained. Raises
+        NotReadyError if there is no standby domain at the moment.
         """
         args = {"gpu": gpu, "shared": shared, "standby": standby or None}
         answer = self.call("env", args, timeout)
@@ -154,13 +175,16 @@ class Client:
         self.gpus = tuple(str(uuid) for uuid in answer.get("gpus") or ())
         numbered = zip(self.gpus, answer.get("numbers") or (), strict=False)
         self.numbers = {uuid: int(number) for uuid, number in numbered if number is not None}
+        self.gpu_index = answer.get("gpu_index")
+        self.protection = _protection(answer.get("protection"))
         self.lost = bool(answer.get("lost"))
+        self.percentages = answer.get("percentages")
         self.vault_socket = str(answer.get("vault", ""))
         self.failover_socket = str(answer.get("failover", ""))
         return {str(name): str(value) for name, value in answer["env"].items()}
 
     def vault_list(self, timeout: float | None = None) -> Sequence[Mapping[str, Any]]:
-        """What the vault holds, oldest first; a user sees its own."""
+        """Return the vault's holdings, oldest first. A user sees its own."""
         found: Sequence[Mapping[str, Any]] = self.call("vault_list", timeout=timeout)["holdings"]
         return found
 
@@ -174,9 +198,9 @@ class Client:
         reason: str = "",
         timeout: float | None = None,
     ) -> Mapping[str, Any]:
-        """What the process has in the vault, and will have, stays after it: {"held", "bytes", "dry_run"}.
+        """Keep a process's present and future vault memory after its end: {"held", "bytes", "dry_run"}.
 
-        NotFoundError where it is no client of the vault, AmbiguousError where the name is taken.
+        NotFoundError if the process is no client of the vault, AmbiguousError if the name is taken.
         """
         args = {"pid": pid, "name": name, "start_ticks": start_ticks, "dry_run": dry_run, "reason": reason}
         return self.call("vault_keep", args, timeout)
@@ -184,14 +208,14 @@ class Client:
     def vault_free(
         self, what: str, *, dry_run: bool = False, reason: str = "", timeout: float | None = None
     ) -> Mapping[str, Any]:
-        """Let go of one piece (its id) or of all kept under a name: {"freed", "bytes", "dry_run"}.
+        """Free one segment (by id) or all segments kept under a name: {"freed", "bytes", "dry_run"}.
 
-        NotFoundError, AmbiguousError where several owners keep that name, DeniedError.
+        NotFoundError, AmbiguousError if several owners use the name, DeniedError.
         """
         return self.call("vault_free", {"what": what, "dry_run": dry_run, "reason": reason}, timeout)
 
     def doctor(self, timeout: float | None = None) -> Sequence[Mapping[str, Any]]:
-        """Checks as the daemon sees them: {"name", "ok" (None: does not apply), "finding", "remedy"}."""
+        """Return the daemon's checks: {"name", "ok" (None: not applicable), "finding", "remedy"}."""
         found: Sequence[Mapping[str, Any]] = self.call("doctor", timeout=timeout)["checks"]
         return found
 
@@ -203,7 +227,7 @@ class Client:
         reason: str = "",
         timeout: float | None = None,
     ) -> Mapping[str, Any]:
-        """Take no new clients on a GPU (index or UUID), or on all. For administrators."""
+        """Stop accepting new clients on a GPU (index or UUID) or on all GPUs. For administrators."""
         return self.call("drain", {"gpu": gpu, "dry_run": dry_run, "reason": reason}, timeout)
 
     def undrain(
@@ -214,17 +238,17 @@ class Client:
         reason: str = "",
         timeout: float | None = None,
     ) -> Mapping[str, Any]:
-        """Take new clients again. For administrators."""
+        """Accept new clients again. For administrators."""
         return self.call("undrain", {"gpu": gpu, "dry_run": dry_run, "reason": reason}, timeout)
 
     def version(self, timeout: float | None = None) -> Mapping[str, Any]:
         return self.call("version", timeout=timeout)
 
     def subscribe(self, since_id: int | None = None, timeout: float | None = None) -> EventStream:
-        """Events from now on, on a connection of their own, which ends with this client.
+        """Return an iterator over events, on a connection of its own that close() of this client ends.
 
-        `since_id`: first those kept with a greater "seq" (0: all that are kept). `gap` of the stream says
-        whether those are not all that there were.
+        `since_id`: begin with stored events that have a greater "seq" (0: all stored events). The stream's
+        `gap` tells whether stored events are missing.
         """
         stream = EventStream(self.socket_path, since_id, self._timeout, timeout)
         self._streams.append(stream)
@@ -247,11 +271,10 @@ class Client:
 class EventStream:
     """An endless iterator over events: {"seq", "kind", ...}.
 
-    {"kind": "lost", "count": N} stands for N events that this reader was too slow for. `kept` is how
-    many of the first events are from the past. `gap`: why these are not all since the one that was named:
-    "earlier" (that was in an earlier life of the daemon), "never" (there was none of this number; all that
-    are kept come), "forgotten" (it is long ago); empty otherwise. Iterating raises NotRunningError when
-    the daemon goes.
+    {"kind": "lost", "count": N} stands for N events for which this reader was too slow. `kept`: number of
+    stored events at the beginning. `gap`: reason why stored events since `since_id` are missing: "earlier"
+    (that id belongs to an earlier run of the daemon), "never" (no event has that id; all stored events come),
+    "forgotten" (the daemon no longer stores them), or empty. Raises NotRunningError when the daemon ends.
     """
 
     def __init__(
@@ -276,7 +299,7 @@ class EventStream:
         return self._next(None)
 
     def next(self, deadline: float) -> Mapping[str, Any]:
-        """The next event. Raises DeadlineError at `deadline` (time.monotonic())."""
+        """Return the next event. Raises DeadlineError at `deadline` (time.monotonic())."""
         return self._next(deadline)
 
     def _next(self, deadline: float | None) -> Mapping[str, Any]:
@@ -290,7 +313,7 @@ class EventStream:
                 raise _error(answer)
 
     def interrupt(self) -> None:
-        """Have a thread that waits for the next event give up with NotRunningError. From any thread."""
+        """Make a thread that waits for an event raise NotRunningError. From any thread."""
         self._transport.interrupt()
 
     def close(self) -> None:
@@ -300,9 +323,9 @@ class EventStream:
 def _call(
     transport: Transport, op: str, args: Mapping[str, object], timeout: float | None
 ) -> Mapping[str, Any]:
-    request_id, give_up = transport.ask(op, args, timeout)
+    request_id, deadline = transport.ask(op, args, timeout)
     while True:
-        answer = transport.next_answer(give_up, op)
+        answer = transport.next_answer(deadline, op)
         match answer:
             case messages.Reply(answered, result) if answered == request_id:
                 return result
@@ -315,6 +338,13 @@ def _error(answer: messages.ErrorReply) -> errors.MpsdError:
     if kind is None:
         return RemoteError(answer.message, remedy=answer.remedy, remote_code=answer.code)
     return kind(answer.message, remedy=answer.remedy)
+
+
+def _protection(row: Mapping[str, Any] | None) -> Protection | None:
+    if row is None:
+        return None
+    level = ProtectionLevel(row["level"])
+    return Protection(level, str(row.get("why", "")), str(row.get("remedy", "")))
 
 
 def _subclasses(kind: type[errors.MpsdError]) -> Iterator[type[errors.MpsdError]]:

@@ -1,4 +1,4 @@
-"""Where mpsd's libcuda.so.1 is, and where the real one."""
+"""Search for mpsd's libcuda.so.1 and for the NVIDIA driver's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIBRARY_NAME = "libcuda.so.1"
 _PACKAGE = "mpsd_libcuda"
 _SYSTEM_PLACE = "/usr/lib/mpsd/libcuda"
 
-# As in clients/libcuda/src/find.c, where the library looks for itself.
+# The same places as in clients/libcuda/src/find.c.
 _USUAL_PLACES = (
     "/lib64",
     "/usr/lib64",
@@ -27,12 +27,12 @@ _USUAL_PLACES = (
 _LDCONFIG_S = 10.0
 _ELF = b"\x7fELF"
 _HEAD = 20
-# What a copy of the proxy has near its start, and no driver has: names of its spare entry points.
+# Names of the proxy's unused entry points, near the start of its file. The driver has no such names.
 _MARK, _MARK_WITHIN = b"cu__mpsd_spare_", 1 << 18
 
 
 def find_proxy(environ: Mapping[str, str], named: str | None = None) -> str | None:
-    """The folder with mpsd's libcuda.so.1: the one named, $MPSD_LIBCUDA_DIR, the installed package's."""
+    """Return the folder of mpsd's libcuda.so.1: `named`, $MPSD_LIBCUDA_DIR, or the installed package's."""
     wish = named or environ.get("MPSD_LIBCUDA_DIR")
     for folder in [wish] if wish else [*_packaged(), _SYSTEM_PLACE]:
         if os.path.isfile(os.path.join(folder, LIBRARY_NAME)):
@@ -47,7 +47,7 @@ def _packaged() -> Iterator[str]:
 
 
 def find_driver(environ: Mapping[str, str], proxy: str | None) -> str | None:
-    """The libcuda.so.1 that a program would load if there were no proxy; `proxy` is its folder, if known."""
+    """Return the libcuda.so.1 that a program would load without the proxy. `proxy`: the proxy's folder."""
     named = environ.get("MPSD_REAL_LIBCUDA")
     own = os.path.join(proxy, LIBRARY_NAME) if proxy is not None else None
     for path in [*([named] if named else []), *_candidates(environ)]:
@@ -66,7 +66,7 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _cached() -> Iterator[str]:
-    """What the loader's cache has, in its order."""
+    """Yield the entries of the loader's cache, in its order."""
     ldconfig = shutil.which("ldconfig", path="/sbin:/usr/sbin:/bin:/usr/bin")
     if ldconfig is None:
         return
@@ -83,7 +83,7 @@ def _cached() -> Iterator[str]:
 
 
 def _is_driver(path: str, own: str | None) -> bool:
-    """A library for this machine's kind of program, and neither the proxy nor a copy of it."""
+    """Return whether a file is a CUDA driver for this kind of program, and not a copy of the proxy."""
     try:
         if own is not None and os.path.samefile(path, own):
             return False
@@ -91,7 +91,7 @@ def _is_driver(path: str, own: str | None) -> bool:
         mine = _start("/proc/self/exe", _HEAD)
     except OSError:
         return False
-    # Class, byte order and machine must be those of this process: a 32-bit driver is for others.
+    # Class, byte order and machine must match this process: skip a 32-bit driver, for instance.
     fits = (start[4:6], start[18:20]) == (mine[4:6], mine[18:20])
     return start.startswith(_ELF) and fits and _MARK not in start
 

@@ -1,7 +1,8 @@
-"""Fault callbacks: what happens to this user's clients and domains, told by a thread of its own.
+"""Event callbacks: faults, evictions and ends of clients, delivered in a thread of their own.
 
-An ordinary user is told of its own clients and domains, of faults that concern a client of its own, and,
-without a name, of other users' clients that end in a domain which it shares. Root and the group hear of all.
+An ordinary user receives events of its own clients and domains, faults that concern a client of its own, and,
+without a name, the ends of other users' clients in a domain that it shares. Root and users in mpsd's group
+receive all events.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ DAEMON_LOST, DAEMON_BACK = "daemon-lost", "daemon-back"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened. `kind` is the daemon's word: "fault", "client-evicting", "client-ended",
-    "neighbour-ended", "domain-left", "domain-active" and others, or "lost" (events that this reader was too
-    slow for), or the watcher's own: "daemon-lost", "daemon-back" (what happened between is not told).
+    """One event of the daemon or of the watcher.
 
-    `at`: calendar seconds. `pid`: the client's, in the daemon's counting. `data`: all that the daemon said.
+    `kind`: "fault", "client-evicting", "client-ended", "neighbour-ended", "domain-left", "domain-active" and
+    further kinds of the daemon; "lost" if this reader was too slow for some events; "daemon-lost" and
+    "daemon-back" of the watcher (events between these two are not delivered).
+    `at`: Unix time [s]. `pid`: the client's, in the daemon's PID namespace. `data`: the daemon's message.
     """
 
     kind: str
@@ -41,16 +43,19 @@ class Event:
 
     @property
     def mine(self) -> bool:
-        """Whether it names this process. In a container that counts processes anew it never does."""
-        victims = self.data.get("victims", ())
-        return os.getpid() in (self.pid, *victims)
+        """Whether the event names this process: as offender, victim, or client that fails over.
+
+        Always False inside a PID namespace of its own.
+        """
+        moved = (row["pid"] for row in self.data.get("moved", ()))
+        return os.getpid() in (self.pid, *self.data.get("victims", ()), *moved)
 
     def __str__(self) -> str:
-        """A sentence for people."""
+        """Return a sentence for people."""
         who = "this process" if self.pid == os.getpid() else f"client {self.pid}"
         match self.kind:
             case "fault":
-                named = f"by {who}" if self.pid else "by nobody known"
+                named = f"by {who}" if self.pid else "by an unknown client"
                 text = f"{self.data.get('title', 'a fault')} {named} ({self.data.get('confidence')})"
                 return f"domain {self.domain} faulted: {text}"
             case "client-evicting":
@@ -61,7 +66,7 @@ class Event:
                 return f"domain {self.domain} lost a client: another user's"
             case "domain-left":
                 why = f"{self.data.get('state')}, {self.data.get('why')}"
-                return f"domain {self.domain} takes no new clients any more: {why}"
+                return f"domain {self.domain} takes no new clients: {why}"
             case "lost":
                 return f"{self.data.get('count')} events were missed"
             case "daemon-lost":
@@ -80,17 +85,18 @@ def on_event(
 ) -> Watcher:
     """Call `callback(event)` for each event from now on, in a thread of its own, until close().
 
-    `kinds`: only these, by Event.kind. An exception of the callback is logged ("mpsd_client.events") and
-    ends nothing. The daemon may be restarted meanwhile: the watcher finds it again and says so.
-    Raises NotRunningError, DeniedError, DeadlineError, ProtocolError where no daemon answers now.
+    `kinds`: deliver only these values of Event.kind. An exception of the callback is logged to the logger
+    "mpsd_client.events" and does not stop the watcher. If the daemon restarts, the watcher connects again and
+    reports "daemon-back". Raises NotRunningError, DeniedError, DeadlineError or ProtocolError if no daemon
+    answers now.
     """
     return Watcher(callback, kinds, socket_path, required=True)
 
 
 class Watcher:
-    """Made by on_event() and session().on_event(). As a context, it is closed at the end.
+    """A thread that delivers events, created by on_event() and session().on_event(). A context manager.
 
-    `required`: raise where no daemon answers now, instead of looking for one until close().
+    `required`: raise if no daemon answers now, instead of trying to connect until close().
     """
 
     def __init__(
@@ -111,12 +117,14 @@ class Watcher:
 
     @property
     def connected(self) -> bool:
-        """Whether a daemon is listened to at this moment."""
+        """Whether the watcher has a connection to a daemon at this moment."""
         return self._stream is not None
 
     def close(self) -> None:
-        """No callback is begun after this, unless it is called from one. Idempotent. Does nothing in a forked
-        child, which has no thread that listens, and whose parent's connection is not its own to end."""
+        """Stop delivery: no callback starts after this returns, unless a callback calls close(). Idempotent.
+
+        Does nothing in a forked child, which has no watcher thread and must not end its parent's
+        connection."""
         if os.getpid() != self._pid:
             return
         self._closing.set()
@@ -163,9 +171,9 @@ class Watcher:
                 was_there, pause_s = True, FIRST_PAUSE_S
                 self._listen()
             except errors.MpsdError as error:
-                told = self._stream is not None
+                reported = self._stream is not None
                 self._disconnect()
-                if told and not self._closing.is_set():
+                if reported and not self._closing.is_set():
                     self._tell(Event(DAEMON_LOST, time.time(), data={"reason": error.message}))
                 self._closing.wait(pause_s)
                 pause_s = min(2 * pause_s, LAST_PAUSE_S)
@@ -173,8 +181,8 @@ class Watcher:
 
     def _listen(self) -> None:
         assert self._stream is not None
-        for said in self._stream:
-            self._tell(_event(said))
+        for message in self._stream:
+            self._tell(_event(message))
             if self._closing.is_set():
                 return
 
@@ -187,7 +195,9 @@ class Watcher:
             log.exception("a callback failed at: %s", event)
 
 
-def _event(said: Mapping[str, Any]) -> Event:
-    offender = said.get("offender")
-    pid = said.get("pid") if offender is None else offender.get("pid")
-    return Event(str(said["kind"]), float(said.get("at", time.time())), said.get("domain"), pid, said)
+def _event(message: Mapping[str, Any]) -> Event:
+    offender = message.get("offender")
+    pid = message.get("pid") if offender is None else offender.get("pid")
+    return Event(
+        str(message["kind"]), float(message.get("at", time.time())), message.get("domain"), pid, message
+    )

@@ -1,9 +1,9 @@
-"""What this process has of the vault, until it has provably let go of it.
+"""Vault memory that this process has attached, until its release is certain.
 
-When its domain is lost, or its context at its end, the memory is unmapped before the process has ended, which
-takes much longer after a fault, and the vault is told. What was in flight writes nothing there any more then,
-and whoever goes on may take it. All that is not known here, or not unmapped, is the process's until it has
-ended: the vault sees to that.
+When the domain faults, or the context has faulted at the end of the process, this module unmaps the memory
+and tells the vault. The process itself ends much later after a fault. Once the memory is unmapped, work in
+flight cannot write to it, so another process may take it over. Memory that is not listed here, or could not
+be unmapped, stays with the process until the vault sees its end.
 """
 
 from __future__ import annotations
@@ -25,95 +25,98 @@ ATTACHED_S = 1.0
 attaching = threading.Lock()
 """Held while a buffer is being attached."""
 
-_let_go = threading.Event()
-_letting_go = threading.Lock()
+_released = threading.Event()
+_release_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """`path`: of the vault's socket."""
+    """`path`: the vault's socket."""
 
     path: str
     where: Range
 
 
-# By the numbers by which the vault knows them.
+# By the numbers that this process gave to the vault.
 _held: dict[int, _Held] = {}
 
 
 def note(number: int, path: str, where: Range) -> None:
-    """The vault has it as this process's. With `attaching` held."""
+    """Record that the vault assigned memory to this process. Call it with `attaching` held."""
     _held[number] = _Held(path, where)
 
 
-def closed(number: int, leaves: bool) -> None:
-    """`leaves`: it is unmapped, and the next process may take it. Without a daemon it stays this one's until
-    that ends. Raises MpsdError."""
+def closed(number: int, release: bool) -> None:
+    """Handle the end of a buffer. `release`: it is unmapped, and the next process may take it.
+
+    Without a daemon the memory stays with this process until its end. Raises MpsdError."""
     held = _held.get(number)
     if held is None:
         return
-    if leaves:
-        _tell(held.path, [number])
+    if release:
+        _release(held.path, [number])
     elif not held.where.mapped:
-        # The vault was made to forget it.
+        # The vault has already been asked to forget it.
         del _held[number]
 
 
 def check_open() -> None:
-    """Raises InUseError once all was let go of: nothing is attached after that. With `attaching` held."""
-    if _let_go.is_set():
+    """Raise InUseError after let_go(): nothing may be attached then. Call it with `attaching` held."""
+    if _released.is_set():
         raise InUseError(
-            "another process goes on with the buffers of this program: the domain of this one is lost",
+            "another process has taken over the buffers of this program: the domain of this process faulted",
             remedy="end this process",
         )
 
 
 def wait(seconds: float) -> None:
-    """Raises InUseError as check_open() does, as soon as it would."""
-    if _let_go.wait(seconds):
+    """Sleep. Raises InUseError like check_open(), as soon as that would."""
+    if _released.wait(seconds):
         check_open()
 
 
-def let_go() -> bool:
-    """Unmap all of it, without waiting for any work, and tell the vault: for a process whose domain is lost.
-    False where something is not unmapped, or the vault does not answer. Idempotent."""
-    _let_go.set()
-    # What is being attached this moment is to be let go of too.
+def release_all() -> bool:
+    """Unmap all vault memory without waiting for work, and tell the vault. For a process of a faulted domain.
+
+    False if some memory could not be unmapped or the vault does not answer. Idempotent."""
+    _released.set()
+    # A buffer that is being attached right now must be released too.
     if not attaching.acquire(timeout=ATTACHED_S):
         return False
     attaching.release()
-    with _letting_go:
+    with _release_lock:
         held = dict(_held)
         if not all([one.where.unmap() for one in held.values()]):
             return False
         try:
             for path in {one.path for one in held.values()}:
-                _tell(path, [number for number, one in held.items() if one.path == path])
+                _release(path, [number for number, one in held.items() if one.path == path])
         except errors.MpsdError:
             return False
         return True
 
 
-def _tell(path: str, numbers: list[int]) -> None:
+def _release(path: str, numbers: list[int]) -> None:
     with Vault(path, vaults.token_of(os.environ)) as vault:
         for number in numbers:
-            vault.leave(number)
+            vault.leave_segment(number)
             _held.pop(number, None)
 
 
-def let_go_at_exit(then: Callable[[], object]) -> None:
-    """At the interpreter's end let go, where a context of this process was lost, and call `then`. A thread
-    that is told to would not come to it any more."""
+def release_at_exit(then: Callable[[], object]) -> None:
+    """Release vault memory at interpreter exit if a context of this process has faulted, and call `then`.
+
+    A thread that waits for the request would not run any more."""
     pid = os.getpid()
 
     def go() -> None:
-        if os.getpid() == pid and _is_lost() and let_go():
+        if os.getpid() == pid and _has_faulted() and release_all():
             then()
 
     atexit.register(go)
 
 
-def _is_lost() -> bool:
-    """Of what is mapped it is asked anew: work of a context that is well would fault, and so harm others."""
+def _has_faulted() -> bool:
+    """Return whether the mapped memory's contexts have faulted: their work could write to it otherwise."""
     mapped = [one.where for one in dict(_held).values() if one.where.mapped]
-    return all(where.device.is_lost() for where in mapped) if mapped else Device.found_lost
+    return all(where.device.has_faulted() for where in mapped) if mapped else Device.found_fault

@@ -1,10 +1,11 @@
-"""One connection to the daemon: a blocking Unix socket under the protocol's states, with deadlines."""
+"""One connection to the daemon: a blocking Unix socket with deadlines."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+import struct
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -12,11 +13,11 @@ from types import TracebackType
 from mpsd_client._protocol import address, errors, messages, session, zmtp
 
 _READ_BYTES = 256 << 10
-_START = "start it (systemctl start mpsd, or mpsd run), or say where it is with --socket or MPSD_SOCKET"
+_START = "start it (systemctl start mpsd, or mpsd run), or name its socket with --socket or MPSD_SOCKET"
 
 
 def find_socket(environ: Mapping[str, str], uid: int) -> str:
-    """The socket that a client of this user means. Raises NotRunningError when there is none."""
+    """Return the path of the socket for this user. Raises NotRunningError if there is none."""
     tried = address.candidates(environ, uid)
     if len(tried) == 1:
         return tried[0]
@@ -27,12 +28,12 @@ def find_socket(environ: Mapping[str, str], uid: int) -> str:
 
 
 def _trusted(path: str, uid: int) -> bool:
-    """In /tmp anybody can make a directory of any name; one of ours is ours."""
+    """Return whether a socket belongs to this user: every user can create a directory in /tmp."""
     if not path.startswith("/tmp/"):
         return True
     try:
         return os.lstat(os.path.dirname(path)).st_uid == uid
-    except OSError:  # It has just gone.
+    except OSError:  # The directory was just removed.
         return False
 
 
@@ -56,23 +57,23 @@ class Transport:
             raise
 
     def ask(self, op: str, args: Mapping[str, object], timeout: float | None) -> tuple[int, float]:
-        """Send a request; its id and when to give up on it."""
+        """Send a request. Return its id and the time at which to stop waiting for the answer."""
         try:
             request_id, frame = self.session.request(op, args, time.monotonic(), timeout)
         except messages.ProtocolError as error:
             raise errors.UsageError(error.message, remedy=error.remedy) from None
         wait = messages.OPERATIONS[op].deadline_s if timeout is None else timeout
-        # The daemon's own word that time is up says more than ours: it gets a moment to arrive.
-        give_up = time.monotonic() + wait + 1.0
+        # The daemon's own deadline error says more than ours, so wait a moment longer for it.
+        deadline = time.monotonic() + wait + 1.0
         self._zmtp.send(frame)
-        self._push(give_up)
-        return request_id, give_up
+        self._push(deadline)
+        return request_id, deadline
 
-    def next_answer(self, give_up: float | None, what: str) -> messages.Answer:
-        """The next answer or event. Raises DeadlineError, NotRunningError, ProtocolError."""
+    def next_answer(self, deadline: float | None, what: str) -> messages.Answer:
+        """Return the next answer or event. Raises DeadlineError, NotRunningError, ProtocolError."""
         while True:
             while not self._frames:
-                self._pull(give_up, what)
+                self._pull(deadline, what)
             try:
                 answer = self.session.receive(self._frames.pop(0))
             except messages.ProtocolError as error:
@@ -81,7 +82,7 @@ class Transport:
                 return answer
 
     def interrupt(self) -> None:
-        """Have a thread that waits here give up: NotRunningError. From any thread; close() is still due."""
+        """Make a waiting thread raise NotRunningError. From any thread; close() must still be called."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -105,7 +106,7 @@ class Transport:
             self._socket.settimeout(_remaining(deadline, "sending"))
             self._socket.sendall(data)
         except TimeoutError:
-            raise errors.DeadlineError(f"{self.path} takes no data") from None
+            raise errors.DeadlineError(f"{self.path} accepts no data in time") from None
         except OSError as error:
             raise self._lost(error.strerror or str(error)) from None
 
@@ -116,9 +117,9 @@ class Transport:
         except TimeoutError:
             self.session.expire(time.monotonic())
             raise errors.DeadlineError(
-                f"mpsd at {self.path} gave no answer to {what} in time",
-                remedy="if that goes on it hangs: end its process (RUN/lock has its number) and start it "
-                "again, as with systemctl restart mpsd; servers and programs live on",
+                f"mpsd at {self.path} did not answer in time: {what}",
+                remedy="if this persists, restart mpsd: systemctl restart mpsd, or kill the process named in "
+                "RUN/lock and start mpsd; servers and programs keep running",
             ) from None
         except OSError as error:
             raise self._lost(error.strerror or str(error)) from None
@@ -129,13 +130,13 @@ class Transport:
         except messages.ProtocolError as error:
             raise self._broken(error) from None
         if self._zmtp.phase is zmtp.Phase.OPEN:
-            # A PING is answered as it comes. During the handshake the caller sends.
+            # Answer a PING at once. During the handshake the caller sends.
             self._push(time.monotonic() + 1.0)
 
     def _lost(self, why: str) -> errors.MpsdError:
         return errors.NotRunningError(
             f"the connection to {self.path} was lost: {why}",
-            remedy="the daemon stopped, or refused one connection too many of this user: mpsd-ctl status",
+            remedy="the daemon stopped, or refused a connection beyond this user's limit: mpsd-ctl status",
         )
 
     def _broken(self, error: messages.ProtocolError) -> errors.MpsdError:
@@ -144,19 +145,24 @@ class Transport:
 
 def _connect(path: str, timeout: float) -> socket.socket:
     if len(os.fsencode(path)) > address.MAX_PATH_BYTES:
-        raise errors.UsageError(f"socket path {path} is longer than {address.MAX_PATH_BYTES} bytes")
+        raise errors.UsageError(
+            f"socket path {path} is longer than {address.MAX_PATH_BYTES} bytes", remedy="use a shorter path"
+        )
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
-        raise errors.NotRunningError(f"no socket to ask the daemon by: {error.strerror or error}") from None
-    sock.settimeout(max(timeout, 0.001))
+        raise errors.NotRunningError(f"cannot create a socket: {error.strerror or error}") from None
     try:
+        # Not settimeout(): a socket that does not block fails at once where the daemon's queue is full.
+        seconds, part = divmod(max(timeout, 0.001), 1)
+        limit = struct.pack("ll", int(seconds), int(part * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.connect(path)
     except OSError as error:
         sock.close()
         if isinstance(error, PermissionError):
             raise errors.DeniedError(
-                f"may not connect to {path}", remedy="every directory on the way must be searchable"
+                f"may not connect to {path}", remedy="make every directory of the path searchable"
             ) from None
         raise errors.NotRunningError(
             f"no daemon answers on {path}: {error.strerror or error}", remedy=_START
@@ -165,7 +171,7 @@ def _connect(path: str, timeout: float) -> socket.socket:
 
 
 def _remaining(deadline: float, what: str) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
         raise TimeoutError(what)
-    return left
+    return remaining

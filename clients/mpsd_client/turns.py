@@ -1,10 +1,13 @@
-"""A program under mpsd-standby: whether it waits, and when its turn comes.
+"""The turn protocol of mpsd-standby, from the program's side.
 
-mpsd-standby gives each process a descriptor and a word about itself (MPSD_TURN, "FD ROLE"). The process says
-`ready` there when all is done that can be done before its turn; one that waits is answered `go`, and says
-`took` when its memory is its own. One that has its turn says `hears` before, and is told `let-go` when its
-domain is lost: it says `left` when nothing of the vault's is mapped in it any more, or `keeps` where that
-fails. `left` it may say by itself, at its end. The end of the other side is the end of mpsd-standby.
+mpsd-standby passes each process a descriptor and its role (MPSD_TURN, "FD ROLE"). Messages of the process:
+  `ready`    it has prepared everything that it can prepare before its turn
+  `took`     after `go`: it owns its named buffers
+  `hears`    it can release its buffers on request
+  `left`     none of its vault memory is mapped any more; also sent unasked at its end
+  `keeps`    it could not release its buffers
+Messages of mpsd-standby: `go` (the turn of a waiting process begins) and `let-go` (the domain of the working
+process faulted: release the buffers). End of file means that mpsd-standby has ended.
 """
 
 from __future__ import annotations
@@ -19,19 +22,23 @@ from mpsd_client._protocol import errors
 
 VARIABLE = "MPSD_TURN"
 MARK = "MPSD_TURN_MARK"
-READY, GO, TOOK = b"ready\n", b"go\n", b"took\n"
-HEARS, LET_GO, LEFT, KEEPS = b"hears\n", b"let-go\n", b"left\n", b"keeps\n"
-LOOK_S, STEP_S = 0.002, 0.02
+READY, GO, TOOK_OVER = b"ready\n", b"go\n", b"took\n"
+CAN_RELEASE, RELEASE, RELEASED, CANNOT_RELEASE = b"hears\n", b"let-go\n", b"left\n", b"keeps\n"
+FIRST_POLL_S, LONGEST_POLL_S = 0.002, 0.02
 
 
-def until_next_look(waited_s: float) -> float:
-    """For the end of a process that is just being killed. Most are gone in milliseconds; but one fault ends
-    many programs, and the daemon that all of them ask has their leases to close."""
-    return min(max(LOOK_S, waited_s / 5), STEP_S)
+def poll_pause(waited_s: float) -> float:
+    """Return the pause [s] before the next poll for the end of a process that has been killed.
+
+    Most processes end within milliseconds. The pause grows because one fault can end many programs, and the
+    daemon that all of them poll has their leases to close."""
+    return min(max(FIRST_POLL_S, waited_s / 5), LONGEST_POLL_S)
 
 
 class Turn:
-    """`waits`: the process waits for its turn. `is_first`: nobody had a turn before."""
+    """One process's connection to mpsd-standby.
+
+    `waits`: the process waits for its turn. `is_first`: no process had a turn before it."""
 
     def __init__(self, descriptor: int, role: str) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -39,62 +46,69 @@ class Turn:
         self._socket.set_inheritable(False)
         self.waits = role == "standby"
         self.is_first = role == "first"
-        self._listens = False
-        self._said = b""
+        self._is_listening = False
+        self._received = b""
 
-    def say(self, word: bytes) -> None:
-        """Nobody may listen any more: who works goes on."""
+    def say(self, message: bytes) -> None:
+        """Send a message. A closed connection is an error only for a waiting process."""
         try:
-            self._socket.sendall(word)
+            self._socket.sendall(message)
         except OSError:
             if self.waits:
-                raise _left() from None
+                raise _standby_ended() from None
 
     def wait(self) -> None:
-        """Until its turn. Raises NotRunningError when mpsd-standby ends before."""
-        said = self._hear()
-        if said != GO:
-            raise errors.ProtocolError(f"mpsd-standby said {said!r}", remedy="use one version of both")
+        """Block until the turn of this process. Raises NotRunningError if mpsd-standby ends first."""
+        message = self._receive()
+        if message != GO:
+            raise errors.ProtocolError(
+                f"mpsd-standby sent {message!r} instead of the turn", remedy="use one version of both"
+            )
         self.waits = False
 
-    def listen(self, let_go: Callable[[], bool]) -> bool:
-        """From now on, in a thread of its own: let go when mpsd-standby says so, and say whether it was done.
-        Whether that begins by this call."""
-        if self._listens:
+    def listen(self, release: Callable[[], bool]) -> bool:
+        """Start a thread that calls `release` when mpsd-standby asks for it, and reports the result.
+
+        Return whether this call started the thread."""
+        if self._is_listening:
             return False
         try:
-            threading.Thread(target=self._obey, args=(let_go,), name="mpsd-turn", daemon=True).start()
+            threading.Thread(
+                target=self._serve_requests, args=(release,), name="mpsd-turn", daemon=True
+            ).start()
         except RuntimeError:
-            # No thread is to be had: its end will be waited for.
+            # Without a thread, mpsd-standby waits for the end of this process instead.
             return False
-        self._listens = True
-        self.say(HEARS)
+        self._is_listening = True
+        self.say(CAN_RELEASE)
         return True
 
-    def say_left(self) -> None:
-        self.say(LEFT)
+    def report_released(self) -> None:
+        self.say(RELEASED)
 
-    def _obey(self, let_go: Callable[[], bool]) -> None:
+    def _serve_requests(self, release: Callable[[], bool]) -> None:
         with contextlib.suppress(errors.NotRunningError):
-            while self._hear() != LET_GO:
+            while self._receive() != RELEASE:
                 pass
-            self.say(LEFT if let_go() else KEEPS)
+            self.say(RELEASED if release() else CANNOT_RELEASE)
 
-    def _hear(self) -> bytes:
-        while b"\n" not in self._said:
+    def _receive(self) -> bytes:
+        while b"\n" not in self._received:
             try:
                 part = self._socket.recv(16)
             except OSError:
                 part = b""
             if not part:
-                raise _left()
-            self._said += part
-        word, end, self._said = self._said.partition(b"\n")
-        return word + end
+                raise _standby_ended()
+            self._received += part
+        text, end, self._received = self._received.partition(b"\n")
+        return text + end
 
 
-def _left() -> errors.NotRunningError:
-    return errors.NotRunningError("mpsd-standby has ended: nobody will say when it is this one's turn")
+def _standby_ended() -> errors.NotRunningError:
+    return errors.NotRunningError(
+        "mpsd-standby has ended: the turn of this process will not come", remedy="start the program again"
+    )
 
 
 _lock = threading.Lock()
@@ -102,12 +116,14 @@ _turn: list[Turn | None] = []
 
 
 def is_followed() -> bool:
-    """Whether this process, or what has started it, is under mpsd-standby."""
+    """Return whether this process or one of its ancestors runs under mpsd-standby."""
     return MARK in os.environ
 
 
 def turn() -> Turn | None:
-    """None: not under mpsd-standby. Taken out of the environment: children have no turn of their own."""
+    """Return the turn of this process, or None if it does not run under mpsd-standby.
+
+    Removes the variable from the environment, because child processes have no turn."""
     with _lock:
         if not _turn:
             number, _, role = os.environ.pop(VARIABLE, "").partition(" ")

@@ -1,1 +1,1 @@
-"""The worker programs: each runs as a process of its own and talks JSON lines with the rig."""
+"""The worker programs: each is a process of its own that exchanges JSON lines with the rig."""

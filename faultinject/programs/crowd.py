@@ -1,13 +1,12 @@
-"""Many clients that come and go: a parent without a context forks them and replaces those that leave.
+"""Many clients that start and end: a parent without a context forks them and replaces those that end.
 
-Each computes and checks its results for a while; half of them leave in order, half are killed while
-idle. The parent keeps `--clients` of them alive until told to stop, then ends the rest.
+Each computes and checks its results for a while. Half of them end orderly, half are killed while idle. The
+parent keeps `--clients` of them alive until told to stop, then ends the rest.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import random
 import select
@@ -16,17 +15,18 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-from faultinject.programs.device import BACKENDS, DeviceError, open_device
+from faultinject.programs.basics.messages import no_core_dumps, say
+from faultinject.programs.basics.processes import REFUSED, end_with_parent
+from faultinject.programs.devices.base import BACKENDS, DeviceError, open_device
 from faultinject.programs.survivor import Computation
-from faultinject.programs.talk import no_core_dumps, say
 
-WRONG, REFUSED, TURNED_AWAY = 9, 10, 11
-"""Exit statuses of a member whose results were wrong, that the driver refused, or that was one too many."""
+WRONG, TURNED_AWAY = 9, 11
+"""Exit statuses of a client with wrong results, or beyond the client limit."""
 
 MAX_CLIENTS_REACHED = 808
-"""A server takes 48 clients (driver 580), later ones 60: who is turned away comes again later."""
+"""CUDA_ERROR_MPS_MAX_CLIENTS_REACHED: a client that the server refuses tries again later."""
 
-COME_AGAIN_S = 0.2
+RETRY_S = 0.2
 
 
 @dataclass(slots=True)
@@ -45,8 +45,8 @@ class Census:
         self.failed += code not in (0, WRONG, TURNED_AWAY, -signal.SIGKILL)
 
 
-def member(backend: str, seed: int, steps: int, *, orderly: bool, pause_s: float) -> int:
-    """One client, in a child process: the exit status, or death by its own hand."""
+def run_client(backend: str, seed: int, steps: int, *, orderly: bool, pause_s: float) -> int:
+    """Run one client in a child process; return its exit status, or die by its own signal."""
     try:
         device = open_device(backend)
         computation = Computation(device, seed, 64, check=True)
@@ -55,7 +55,7 @@ def member(backend: str, seed: int, steps: int, *, orderly: bool, pause_s: float
             time.sleep(pause_s)
     except DeviceError as error:
         if error.code == MAX_CLIENTS_REACHED:
-            time.sleep(COME_AGAIN_S)
+            time.sleep(RETRY_S)
             return TURNED_AWAY
         say("member_error", code=error.code, text=str(error))
         return REFUSED
@@ -67,30 +67,23 @@ def member(backend: str, seed: int, steps: int, *, orderly: bool, pause_s: float
     return 0
 
 
-def start_member(backend: str, chance: random.Random, pause_s: float) -> int:
+def start_client(backend: str, chance: random.Random, pause_s: float) -> int:
     seed, steps, orderly = chance.getrandbits(32), chance.randrange(5, 40), chance.random() < 0.5
     parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     end_with_parent(parent)
-    os._exit(member(backend, seed, steps, orderly=orderly, pause_s=pause_s))
+    os._exit(run_client(backend, seed, steps, orderly=orderly, pause_s=pause_s))
 
 
-def end_with_parent(parent: int) -> None:
-    """SIGKILL for this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(REFUSED)
-
-
-def reap(members: set[int], census: Census, *, block: bool) -> None:
-    """Take note of every member that has ended."""
-    while members:
+def reap(clients: set[int], census: Census, *, block: bool) -> None:
+    """Record every client that has ended."""
+    while clients:
         pid, status = os.waitpid(-1, 0 if block else os.WNOHANG)
         if pid == 0:
             return
-        members.discard(pid)
+        clients.discard(pid)
         census.ended(status)
 
 
@@ -103,19 +96,19 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     no_core_dumps()
     chance = random.Random(args.seed)
-    members: set[int] = set()
+    clients: set[int] = set()
     census = Census()
-    said = False
-    # No thread reads the orders here: a process that forks has none. Any order, or the end, is "stop".
+    is_reported = False
+    # No thread reads orders here, because this process forks. Any order, or the end of input, means "stop".
     while not select.select([0], [], [], 0.005)[0]:
-        while len(members) < args.clients:
-            members.add(start_member(args.backend, chance, args.pause_ms / 1e3))
+        while len(clients) < args.clients:
+            clients.add(start_client(args.backend, chance, args.pause_ms / 1e3))
             census.started += 1
-        if not said:
-            say("ready", pid=os.getpid(), members=len(members))
-            said = True
-        reap(members, census, block=False)
-    reap(members, census, block=True)
+        if not is_reported:
+            say("ready", pid=os.getpid(), members=len(clients))
+            is_reported = True
+        reap(clients, census, block=False)
+    reap(clients, census, block=True)
     say("done", **asdict(census))
     return 0
 

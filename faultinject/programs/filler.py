@@ -1,6 +1,6 @@
-"""A client that takes all of the GPU's memory that is left, in pieces that get smaller, until told to stop.
+"""A client that allocates all remaining GPU memory, in ever smaller allocations, until told to stop.
 
-It says how much was left then, and at its end whether its pieces still hold what was written into them.
+It says how much was left, and at its end whether its allocations still hold their data.
 """
 
 from __future__ import annotations
@@ -9,17 +9,27 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from faultinject.programs.device import BACKENDS, Device, DeviceError, open_device
-from faultinject.programs.talk import Inbox, identity, no_core_dumps, say
+from faultinject.programs.basics.messages import (
+    Inbox,
+    identity,
+    no_core_dumps,
+    say,
+)
+from faultinject.programs.devices.base import (
+    BACKENDS,
+    Device,
+    DeviceError,
+    open_device,
+)
 
 LARGEST, SMALLEST = 1 << 30, 64 << 10
 OUT_OF_MEMORY = 2
 MARK = 64
-"""Bytes at the start of each piece that are written, and compared at the end."""
+"""Bytes at the start of each allocation that are written, and compared at the end."""
 
 
 def fill(device: Device) -> Iterator[tuple[int, int]]:
-    """Address and size of each piece. Raises DeviceError for all but the end of memory."""
+    """Return address and size of each allocation. Raises DeviceError for all but the end of memory."""
     size = LARGEST
     while size >= SMALLEST:
         try:
@@ -42,13 +52,13 @@ def main(argv: list[str]) -> int:
     inbox = Inbox()
     try:
         device = open_device(args.backend)
-        pieces = list(fill(device))
-        for number, (address, _) in enumerate(pieces):
+        allocations = list(fill(device))
+        for number, (address, _) in enumerate(allocations):
             device.write(address, mark(number))
-        held = sum(size for _, size in pieces)
-        say("full", **identity(), pieces=len(pieces), held=held, left=device.room())
+        held_bytes = sum(size for _, size in allocations)
+        say("full", **identity(), pieces=len(allocations), held=held_bytes, left=device.free_bytes())
         inbox.expect("look")
-        wrong = sum(device.read(a, MARK) != mark(n) for n, (a, _) in enumerate(pieces))
+        wrong = sum(device.read(a, MARK) != mark(n) for n, (a, _) in enumerate(allocations))
         say("done", wrong=wrong)
         device.close()
         return 0

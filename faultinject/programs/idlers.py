@@ -1,8 +1,8 @@
-"""Many clients that hold a context and do nothing: what does it cost to look after them?
+"""Many idle clients with a context each, to measure what mpsd spends on them.
 
-A parent without a context forks them; each opens the device, computes one step and waits. The parent
-says ready, with every member's pid and the time at which it had its context, and ends them all on any order.
-Where nobody gets a context it says why, and ends with status 1.
+A parent without a context forks them. Each opens the device, computes one step and waits. The parent says
+ready, with the pid of every client and the time of its context, and ends them all on any order. A client
+without a context says why, and ends with status 1.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ import select
 import signal
 import sys
 
-from faultinject.programs.crowd import REFUSED, end_with_parent
-from faultinject.programs.device import BACKENDS, DeviceError, open_device
+from faultinject.programs.basics.messages import (
+    clock,
+    no_core_dumps,
+    say,
+    start_ticks,
+)
+from faultinject.programs.basics.processes import REFUSED, end_with_parent
+from faultinject.programs.devices.base import BACKENDS, DeviceError, open_device
 from faultinject.programs.survivor import Computation
-from faultinject.programs.talk import clock, no_core_dumps, say, start_ticks
 
-MOST = 1000
+MAX_CLIENTS = 1000
 _REMEDY = "is the environment of mpsd-ctl env set, and the backend the daemon's?"
 
 
-def member(backend: str, report: int) -> int:
-    """One client: tell the parent through `report`, then wait to be killed."""
+def run_client(backend: str, report: int) -> int:
+    """Run one client: report to the parent, then wait to be killed."""
     try:
         device = open_device(backend)
         context_at = clock()
@@ -39,17 +44,17 @@ def member(backend: str, report: int) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text) <= MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to {MOST}")
+    if not text.isdecimal() or not int(text) <= MAX_CLIENTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to {MAX_CLIENTS}")
     return int(text)
 
 
-def start_member(backend: str, report: int) -> int:
+def start_client(backend: str, report: int) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         end_with_parent(parent)
-        os._exit(member(backend, report))
+        os._exit(run_client(backend, report))
     return pid
 
 
@@ -60,21 +65,21 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     no_core_dumps()
     read, write = os.pipe()
-    members = [start_member(args.backend, write) for _ in range(args.clients)]
+    clients = [start_client(args.backend, write) for _ in range(args.clients)]
     os.close(write)
     with os.fdopen(read, encoding="utf-8") as lines:
-        told = [json.loads(lines.readline()) for _ in members]
-        refused = [m["code"] for m in told if "code" in m]
-        if told and len(refused) == len(told):
-            say("error", text=told[0]["text"], pid=os.getpid())
-            print(f"idlers: nobody got a context: {told[0]['text']} ({_REMEDY})", file=sys.stderr)
+        reports = [json.loads(lines.readline()) for _ in clients]
+        refused = [m["code"] for m in reports if "code" in m]
+        if reports and len(refused) == len(reports):
+            say("error", text=reports[0]["text"], pid=os.getpid())
+            print(f"idlers: no client got a context: {reports[0]['text']} ({_REMEDY})", file=sys.stderr)
             return 1
-        say("ready", pid=os.getpid(), members=[m for m in told if "pid" in m], refused=refused)
+        say("ready", pid=os.getpid(), members=[m for m in reports if "pid" in m], refused=refused)
         select.select([0], [], [])
-        for pid in members:
-            # One that was refused is a zombie until it is waited for, so its pid is still its own.
+        for pid in clients:
+            # A refused member is a zombie until it is waited for, so its pid is still its own.
             os.kill(pid, signal.SIGKILL)
-        for pid in members:
+        for pid in clients:
             os.waitpid(pid, 0)
     say("done")
     return 0

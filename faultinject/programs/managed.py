@@ -1,6 +1,6 @@
-"""A client that faults on managed memory on purpose, as often as it is told: the GPU serves such faults.
+"""A client that faults on managed memory on request: the GPU serves such faults.
 
-Each order `pages:N` makes N pages the CPU's again and has a kernel touch them: real GPU faults, none fatal.
+Each order `pages:N` moves N pages to the CPU and lets a kernel access them: real GPU faults, none fatal.
 NVIDIA only; at most MEMORY bytes of managed memory.
 """
 
@@ -13,13 +13,18 @@ import sys
 
 from cuda.bindings import driver
 
-from faultinject.programs.device import BACKENDS, DeviceError
-from faultinject.programs.device_nvidia import checked, open_nvidia
-from faultinject.programs.talk import Inbox, identity, no_core_dumps, say
+from faultinject.programs.basics.messages import (
+    Inbox,
+    identity,
+    no_core_dumps,
+    say,
+)
+from faultinject.programs.devices.base import BACKENDS, DeviceError
+from faultinject.programs.devices.nvidia import checked, open_nvidia
 
 MEMORY = 256 << 20
 PAGE = 64 << 10
-"""Granularity in which the driver moves managed memory at least."""
+"""The smallest unit in which the driver moves managed memory."""
 
 
 def main(argv: list[str]) -> int:
@@ -36,13 +41,13 @@ def main(argv: list[str]) -> int:
         say("ready", **identity(), on_mps=device.on_mps)
         at = 0
         while (order := inbox.wait()) is not None and order["do"] != "stop":
-            left = int(str(order["do"]).partition(":")[2])
-            while left > 0:
-                pages = min(left, MEMORY // PAGE - at)
+            pages_left = int(str(order["do"]).partition(":")[2])
+            while pages_left > 0:
+                pages = min(pages_left, MEMORY // PAGE - at)
                 ctypes.memset(memory + at * PAGE, 0, pages * PAGE)
                 device.increment(memory + at * PAGE, pages * PAGE // 4)
                 device.synchronize()
-                left -= pages
+                pages_left -= pages
                 at = (at + pages) % (MEMORY // PAGE)
         device.close()
         say("done")

@@ -1,4 +1,4 @@
-"""A program that takes memory in pieces of many sizes until there is none, gives it back, takes one more.
+"""A program that allocates all memory in many sizes, frees it, and allocates once more.
 
 It calls the driver by ctypes, so that the same program runs with the proxy and without.
 """
@@ -11,16 +11,22 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 
-from faultinject.programs.device import BACKENDS, DeviceError
-from faultinject.programs.driver import Driver
-from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
+from faultinject.programs.basics.messages import (
+    Inbox,
+    clock,
+    identity,
+    no_core_dumps,
+    say,
+)
+from faultinject.programs.devices.base import BACKENDS, DeviceError
+from faultinject.programs.devices.driver import Driver
 
-LARGEST, LEAST_LARGE = 1 << 30, 2 << 20
+LARGEST, MIN_LARGE = 1 << 30, 2 << 20
 SMALL = (256 << 10, 64 << 10, 4 << 10)
 """Sizes that are tried at the end, one after another."""
 
 SHARE = 64
-"""No piece is larger than this part of the GPU's memory."""
+"""No allocation is larger than this share of the GPU's memory."""
 
 UNIT = 512
 BACK_S, GIVEN_S, POLL_S = 5.0, 3.0, 0.01
@@ -29,14 +35,14 @@ BACK_SHARE = 0.995
 
 @dataclass(slots=True)
 class Taken:
-    """`codes` are the errors that ended each size of piece, `had` bytes as they were asked for."""
+    """`codes`: the errors that ended each size; `had`: the requested bytes."""
 
     had: int = 0
     pieces: list[int] = field(default_factory=list)
     codes: set[int] = field(default_factory=set)
 
     def take(self, driver: Driver, size: int) -> bool:
-        """One more piece; False where there was none."""
+        """Allocate once more; return False at the end of memory."""
         try:
             self.pieces.append(driver.alloc(size))
         except DeviceError as error:
@@ -46,30 +52,30 @@ class Taken:
         return True
 
 
-def ladder(total: int) -> list[int]:
-    """Powers of two from the largest piece down, for this many bytes of memory."""
+def allocation_sizes(total: int) -> list[int]:
+    """Return powers of two from the largest allocation down, for this many bytes of memory."""
     size, sizes = LARGEST, []
-    while size >= LEAST_LARGE:
+    while size >= MIN_LARGE:
         sizes += [size] if size <= total // SHARE else []
         size //= 2
     return sizes
 
 
 def exhaust(driver: Driver, seed: int, leave: int = 0) -> Taken:
-    """Pieces of all sizes in turn, a little less than a power of two; no longer those that did not fit.
+    """Allocate all sizes in turn, a little less than a power of two, without those that do not fit any more.
 
-    `leave`: bytes. Before fewer are left it waits for others to give some, until they do not any more.
+    `leave` [bytes]: below this it waits for other programs to free memory, until they do not any more.
     """
     taken, numbers = Taken(), random.Random(seed)
-    sizes = ladder(driver.room()[1])
+    sizes = allocation_sizes(driver.memory_info()[1])
     while sizes:
         chosen = numbers.randrange(len(sizes))
         less = numbers.randrange(sizes[chosen] // 16 // UNIT) * UNIT
-        if leave and not has_room(driver, sizes[chosen] + leave):
+        if leave and not await_free_memory(driver, sizes[chosen] + leave):
             sizes, leave = (sizes[chosen + 1 :], leave) if sizes[chosen] > leave else (sizes, 0)
             continue
         if not taken.take(driver, sizes[chosen] - less):
-            # Nor does what is larger: the next to be tried is the next smaller one.
+            # A larger one does not fit either: the next size is the next smaller one.
             sizes = sizes[chosen + 1 :]
     for size in SMALL:
         while taken.take(driver, size):
@@ -77,20 +83,20 @@ def exhaust(driver: Driver, seed: int, leave: int = 0) -> Taken:
     return taken
 
 
-def has_room(driver: Driver, wanted: int) -> bool:
-    """Whether so many bytes are free, or become so in time."""
+def await_free_memory(driver: Driver, wanted: int) -> bool:
+    """Return whether this many bytes are free, or become free in time."""
     end = clock() + GIVEN_S
-    while (is_short := driver.room()[0] < wanted) and clock() < end:
+    while (is_lacking := driver.memory_info()[0] < wanted) and clock() < end:
         time.sleep(POLL_S)
-    return not is_short
+    return not is_lacking
 
 
-def room_again(driver: Driver, before: int) -> int:
-    """Free bytes, once all but a trifle is back, or at the deadline: a daemon lets go a little later."""
+def await_released_memory(driver: Driver, before: int) -> int:
+    """Return the free bytes once nearly all is free, or at the deadline: a daemon releases its part later."""
     end = clock() + BACK_S
-    while (room := driver.room()[0]) < before * BACK_SHARE and clock() < end:
+    while (free_bytes := driver.memory_info()[0]) < before * BACK_SHARE and clock() < end:
         time.sleep(POLL_S)
-    return room
+    return free_bytes
 
 
 def main(argv: list[str]) -> int:
@@ -103,24 +109,24 @@ def main(argv: list[str]) -> int:
     inbox = Inbox()
     try:
         driver = Driver()
-        # One that stays: with the vault the program is known by it, and gets its guard zones.
-        driver.alloc(LEAST_LARGE)
+        # This one stays: the vault knows the program by it, and it gets guard zones.
+        driver.alloc(MIN_LARGE)
         say("ready", **identity())
         inbox.expect("go")
-        began, (before, total) = clock(), driver.room()
+        began, (before, total) = clock(), driver.memory_info()
         taken = exhaust(driver, args.seed, args.leave)
-        left, took = driver.room()[0], clock() - began
+        free_after, took = driver.memory_info()[0], clock() - began
         facts = {k: v for k, v in asdict(taken).items() if k == "had"}
         facts |= {"pieces": len(taken.pieces), "codes": sorted(taken.codes), "total": total}
-        say("full", **identity(), **facts, free_before=before, free_after=left, seconds=round(took, 3))
+        say("full", **identity(), **facts, free_before=before, free_after=free_after, seconds=round(took, 3))
         inbox.expect("free")
         began = clock()
         for address in taken.pieces:
             driver.free(address)
-        took, back = clock() - began, room_again(driver, before)
+        took, free_again = clock() - began, await_released_memory(driver, before)
         again = Taken()
-        again.take(driver, ladder(total)[0])
-        say("done", free_again=back, again=sorted(again.codes), seconds=round(took, 3))
+        again.take(driver, allocation_sizes(total)[0])
+        say("done", free_again=free_again, again=sorted(again.codes), seconds=round(took, 3))
         driver.close()
         return 0
     except DeviceError as error:

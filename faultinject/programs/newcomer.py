@@ -1,7 +1,7 @@
-"""A client that is started after the fault: how soon does its first kernel run, and was it refused?
+"""A client that starts after the fault: when does its first kernel run, and was it refused?
 
-A refused attempt starts again in a fresh process image under the same pid, because what a driver
-remembers of a failed initialisation is not documented. `spawned` is the rig's clock at the start.
+A refused attempt starts again in a fresh process image under the same pid, because the state of a driver
+after a failed initialisation is not documented. `spawned`: the rig's clock at the start.
 """
 
 from __future__ import annotations
@@ -11,9 +11,14 @@ import os
 import sys
 import time
 
-from faultinject.programs.device import BACKENDS, DeviceError, open_device
+from faultinject.programs.basics.messages import (
+    clock,
+    identity,
+    no_core_dumps,
+    say,
+)
+from faultinject.programs.devices.base import BACKENDS, DeviceError, open_device
 from faultinject.programs.survivor import Computation
-from faultinject.programs.talk import clock, identity, no_core_dumps, say
 
 RETRY_S = 0.02
 

@@ -1,4 +1,4 @@
-"""A client that misbehaves on order: sets up, says ready, does it on `go`, reports what it saw."""
+"""A client that faults on order: it sets up, says ready, faults on `go`, and reports what it saw."""
 
 from __future__ import annotations
 
@@ -9,20 +9,36 @@ import sys
 from dataclasses import replace
 from typing import NoReturn
 
-from faultinject import kinds
-from faultinject.programs import overrun
-from faultinject.programs.device import BACKENDS, Device, DeviceError, open_device
-from faultinject.programs.hostpages import HostPages
-from faultinject.programs.misdeeds import Plan, commit, prepare, rehearse
+from faultinject.programs.basics.messages import (
+    Inbox,
+    clock,
+    identity,
+    no_core_dumps,
+    say,
+)
+from faultinject.programs.devices.base import (
+    BACKENDS,
+    Device,
+    DeviceError,
+    open_device,
+)
+from faultinject.programs.injection import overrun
+from faultinject.programs.injection.hostpages import HostPages
+from faultinject.programs.injection.inject import (
+    Plan,
+    commit,
+    prepare,
+    rehearse,
+)
 from faultinject.programs.survivor import Computation
-from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
+from faultinject.registry import kinds
 
 TERMINATED = 810
 PROOF_STEPS, PROOF_WORDS = 32, 4096
 
 
-def live_on(device: Device, inbox: Inbox) -> NoReturn:
-    """Whenever asked to, compute and check the results, as a program would that noticed nothing."""
+def continue_working(device: Device, inbox: Inbox) -> NoReturn:
+    """Compute and check the results on request, as a program would that has noticed nothing."""
     while True:
         inbox.expect("prove")
         computation = Computation(device, os.getpid(), PROOF_WORDS, check=True)
@@ -37,10 +53,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--backend", required=True, choices=BACKENDS)
     parser.add_argument("--variant", default="")
     parser.add_argument("--fill", action="store_true", help="kernels occupy every SM")
-    parser.add_argument("--busy-s", type=float, default=0.5, help="how long a kernel runs that ends")
+    parser.add_argument("--busy-s", type=float, default=0.5, help="duration of a kernel that ends")
     parser.add_argument("--memory", type=int, default=1 << 20, help="bytes of device memory it holds")
-    parser.add_argument("--known", action="store_true", help="its kernel is nothing new when it faults")
-    parser.add_argument("--stay", action="store_true", help="live on where the deed did it no harm")
+    parser.add_argument("--known", action="store_true", help="its kernel is known when it faults")
+    parser.add_argument("--stay", action="store_true", help="continue after an access that was absorbed")
     args = parser.parse_args(argv)
     no_core_dumps()
     inbox = Inbox()
@@ -50,9 +66,9 @@ def main(argv: list[str]) -> int:
         context_at = clock()
         prepare(device, args.memory)
         if args.known:
-            device.know(plan.kind)
+            device.preload_kernel(plan.kind)
         if plan.kind in kinds.ZONE:
-            # Before it says ready, so that its zones are there when the rig looks for them.
+            # Before it says ready, so that its zones exist when the rig checks them.
             plan = replace(plan, target=device.alloc(overrun.SIZE))
             if plan.variant.startswith("full"):
                 rehearse(device, plan)
@@ -65,13 +81,13 @@ def main(argv: list[str]) -> int:
         commit(device, plan)
         say("outcome", code=0)
         if args.stay or plan.kind in kinds.ZONE:
-            # What was absorbed does not end it: that is for mpsd to do.
-            live_on(device, inbox)
+            # The absorbed access does not end the program: mpsd has to.
+            continue_working(device, inbox)
     except DeviceError as error:
         say("outcome", code=error.code, text=str(error))
         if error.code == TERMINATED:
-            # A program takes longer than its eviction to notice. One that exits at this very moment holds
-            # up the server, and with it the others, until the kernel has taken it apart.
+            # A program notices the error later than its eviction. One that exits at this moment blocks
+            # the server, and so the other clients, until the kernel has ended the process.
             signal.pause()
     # Not through the interpreter's exit: after a sticky error clean-up calls may hang.
     os._exit(5)

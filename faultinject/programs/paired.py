@@ -1,11 +1,9 @@
-"""A program that works when it is told: in turns, so that a pair of them can be compared round by round, or
-at once with others.
+"""A program that works on order: alternating with others, to compare them round by round, or at once.
 
-It says `imported` (or `lacking`, with what is not installed), does `begin` (set up and so many steps),
-`block` (so many timed steps, after the word `working`) as often as it is told, and `finish`: the digest of
-all its results. Where it has the proxy it does `round`, too: blocks past the proxy and through it; or it says
-`cannot`, and why, and has done nothing. Where its work consists of beats, `round` may be one step with many
-rounds of these.
+It says `imported` (or `lacking`, with what is not installed). Then it does `begin` (set up, and some steps),
+`block` (timed steps, after the message `working`) as often as ordered, and `finish` (the digest of all its
+results). With the proxy it also does `round`: blocks past the proxy and through it; or it says `cannot` and
+why, and does nothing. Where its work consists of beats, `round` may be one step with many rounds.
 """
 
 from __future__ import annotations
@@ -19,32 +17,38 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from faultinject.programs.device import BACKENDS
-from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
-from faultinject.proxy import past
-from faultinject.proxy.within import THROUGH, counted, turns
-from faultinject.proxy.work import NAMES, Work
-from mpsd.errors import UnsupportedError
+from faultinject.programs.basics.messages import (
+    Inbox,
+    clock,
+    identity,
+    no_core_dumps,
+    say,
+)
+from faultinject.programs.devices.base import BACKENDS
+from faultinject.programs.pairing import bypass
+from faultinject.programs.pairing.rounds import THROUGH, beat_blocks, counted_times
+from faultinject.programs.workloads import NAMES, Work, module_of
+from mpsd.base.errors import UnsupportedError
 
 CPUS = 2
-SPARE_CPUS = 4
+OTHER_CPUS = 4
 
 
 def settle() -> None:
-    """On the same CPUs as the others that take turns with this one: their speeds differ by far more than what
-    is measured. The rest of a large machine is left to the daemons."""
+    """Run on the same CPUs as the programs that alternate with this one: the speeds of CPUs differ by more
+    than what is measured. The daemons have the rest of a large machine."""
     allowed = sorted(os.sched_getaffinity(0))
-    if len(allowed) >= CPUS + SPARE_CPUS:
+    if len(allowed) >= CPUS + OTHER_CPUS:
         os.sched_setaffinity(0, allowed[-CPUS:])
 
 
 def load(name: str) -> Any:
-    """The module of this work. Raises ImportError for a package that is not installed."""
-    return importlib.import_module(f"faultinject.proxy.work.{name}")
+    """Return the module of this workload. Raises ImportError for a package that is not installed."""
+    return importlib.import_module(module_of(name))
 
 
 def timed(work: Work, steps: int) -> list[float]:
-    """Seconds of each step."""
+    """Return the seconds of each step."""
     times = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -54,7 +58,7 @@ def timed(work: Work, steps: int) -> list[float]:
 
 
 def take_beats(work: Work) -> list[float]:
-    """Those since the last time; none of a work that has none."""
+    """Return the beats since the last call; none for a workload without beats."""
     beats: list[float] = getattr(work, "beats", [])
     taken = list(beats)
     beats.clear()
@@ -63,38 +67,42 @@ def take_beats(work: Work) -> list[float]:
 
 def digest(work: Work) -> str:
     found = hashlib.sha256()
-    for piece in work.results():
-        found.update(len(piece).to_bytes(8, "little"))
-        found.update(piece)
+    for part in work.results():
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
     return found.hexdigest()
 
 
 class Rounds:
-    """Blocks past the proxy and through it, of one work. Raises UnsupportedError where there is no proxy."""
+    """Blocks of one workload, past the proxy and through it. Raises UnsupportedError without a proxy."""
 
     def __init__(self, work: Work) -> None:
-        self._work, self._past = work, past.find()
-        self.functions = self._past.differing()
+        self._work, self._bypass = work, bypass.find_bypass()
+        self.functions = self._bypass.differing()
 
     def run(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Times and beats of each of the `blocks` ordered, by its name, without its `warm` first steps; and
-        how long, for each step, processors worked for this process, in any thread (`cpu`): all in seconds."""
+        """Run the ordered blocks; return the times and beats of each by name, without its `warm` first steps.
+
+        `cpu`: the processor time of each step, of all threads. All in seconds.
+        """
         blocks = {}
         for name in order["blocks"]:
-            self._past.go(past=name != THROUGH)
+            self._bypass.switch(past=name != THROUGH)
             timed(self._work, int(order["warm"]))
             take_beats(self._work)
             began = time.process_time()
             times = timed(self._work, int(order["steps"]))
             cpu = (time.process_time() - began) / len(times)
             blocks[name] = {"times": times, "beats": take_beats(self._work), "cpu": cpu}
-        self._past.go(past=False)
+        self._bypass.switch(past=False)
         return blocks
 
     def run_beats(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """One step, with so many `rounds` of beats in it, from number `first` on: what each block of these
-        took, and how long processors worked for it (`cpu`), in seconds."""
-        names = turns(int(order["first"]), int(order["rounds"]))
+        """Run one step with this many `rounds` of beats, from number `first` on.
+
+        Returns the times and the processor times (`cpu`) of each block, in seconds.
+        """
+        names = beat_blocks(int(order["first"]), int(order["rounds"]))
         spent: list[float] = []
         began: float | None = None
 
@@ -103,22 +111,22 @@ class Rounds:
             if began is not None:
                 spent.append(time.process_time() - began)
             at = len(spent)
-            self._past.go(past=at < len(names) and names[at] != THROUGH)
+            self._bypass.switch(past=at < len(names) and names[at] != THROUGH)
             began = time.process_time()
 
         take_beats(self._work)
         work: Any = self._work
-        work.come_between(self._past.settle, between)
+        work.come_between(self._bypass.settle, between)
         try:
             work.step()
         finally:
             work.leave()
-            self._past.go(past=False)
-        return {"times": counted(names, take_beats(self._work)), "cpu": counted(names, spent)}
+            self._bypass.switch(past=False)
+        return {"times": counted_times(names, take_beats(self._work)), "cpu": counted_times(names, spent)}
 
 
 def serve(work: Work, inbox: Inbox, steps: int) -> None:
-    """Begin, then do what is ordered until the end."""
+    """Begin, then follow orders until the end."""
     times = timed(work, steps)
     beats = len(take_beats(work))
     per_step, exchanges = beats / max(1, steps), hasattr(work, "come_between")
@@ -169,7 +177,7 @@ def main(argv: list[str]) -> int:
     serve(work, inbox, int(begin["steps"]))
     work.close()
     say("closed")
-    # Some libraries' clean-up at the interpreter's exit takes seconds; their work is over.
+    # The clean-up of some libraries at the interpreter's exit takes seconds; their work is done.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,7 +1,7 @@
-"""A client that keeps its data on the GPU and tries again what failed, as a server would that is moved.
+"""A client that keeps its data on the GPU and repeats what failed, as a server that fails over would.
 
-It computes and checks as the survivor does. An error of a call costs it the step, never the program: what
-must not have changed is compared, what was being computed is written anew, and the step is done again.
+It computes and checks as the survivor does. An error of a call costs it the step, never the program: constant
+data is compared, data in progress is written again, and the step is repeated.
 """
 
 from __future__ import annotations
@@ -11,38 +11,44 @@ import sys
 import time
 from typing import Any
 
-from faultinject.programs.device import BACKENDS, DeviceError, open_device
+from faultinject.programs.basics.messages import (
+    Inbox,
+    clock,
+    identity,
+    no_core_dumps,
+    say,
+)
+from faultinject.programs.devices.base import BACKENDS, DeviceError, open_device
 from faultinject.programs.survivor import Computation
-from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
 
-MOST_IN_A_ROW = 3
+MAX_FAILURES_IN_A_ROW = 3
 
 
 class Server:
-    """The computation and what happened to it. `told`: errors met, as (time, code)."""
+    """The computation and its errors, each as (time, code)."""
 
     def __init__(self, computation: Computation) -> None:
         self.computation = computation
-        self.told: list[tuple[float, int]] = []
+        self.errors: list[tuple[float, int]] = []
 
     def serve(self) -> None:
-        """One step, tried again after an error. Raises DeviceError when it fails over and over."""
+        """Do one step, repeated after an error. Raises DeviceError when it fails again and again."""
         start, failed = clock(), False
-        for left in reversed(range(MOST_IN_A_ROW)):
+        for attempts_left in reversed(range(MAX_FAILURES_IN_A_ROW)):
             try:
                 self.computation.step()
                 if failed:
-                    # All of it is one step to whoever waits for its result.
+                    # Repetitions are part of the step for a client of the server.
                     self.computation.tally.timed(start, clock())
                 return
             except DeviceError as error:
                 failed = True
-                self.told.append((clock(), error.code))
-                if not left:
+                self.errors.append((clock(), error.code))
+                if not attempts_left:
                     raise
-                self._begin_anew()
+                self._restore_data()
 
-    def _begin_anew(self) -> None:
+    def _restore_data(self) -> None:
         work = self.computation
         try:
             if work.device.read(work.still_at, work.words * 4) != work.still:
@@ -50,13 +56,13 @@ class Server:
                 say("wrong", step=work.tally.steps, buffer="still")
             work.device.write(work.moving_at, work.expected.tobytes())
         except DeviceError as error:
-            self.told.append((clock(), error.code))
+            self.errors.append((clock(), error.code))
 
     def report(self) -> dict[str, Any]:
-        """Since the last report."""
-        tally, told = self.computation.tally, self.told
-        report = {**tally.report(), "told": told}
-        tally.longest, self.told = {}, []
+        """Report since the last report."""
+        tally, errors = self.computation.tally, self.errors
+        report = {**tally.report(), "told": errors}
+        tally.longest, self.errors = {}, []
         return report
 
 

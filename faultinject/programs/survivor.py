@@ -1,8 +1,8 @@
 """A well-behaved client: computes, checks every result, and measures how long each step took.
 
-Every step adds one to each word of a buffer on the GPU and reads all of them back. Word i must hold
-base + i + step: a lost step, a step done twice, a stale or foreign value all show. A second buffer is
-never touched after the start and is compared now and then, so that a neighbour's stray write shows.
+Every step adds one to each word of a buffer on the GPU and reads all of them back. Word i must hold base + i
++ step: a lost step, a repeated step, a stale or foreign value all show. A second buffer stays unchanged and
+is compared now and then, so that a neighbour's out-of-bounds write shows.
 """
 
 from __future__ import annotations
@@ -13,19 +13,33 @@ import time
 from array import array
 from dataclasses import dataclass, field
 
-from faultinject.programs.device import BACKENDS, Device, DeviceError, open_device
-from faultinject.programs.talk import Inbox, clock, identity, no_core_dumps, say
+from faultinject.programs.basics.messages import (
+    Inbox,
+    clock,
+    identity,
+    no_core_dumps,
+    say,
+)
+from faultinject.programs.devices.base import (
+    BACKENDS,
+    Device,
+    DeviceError,
+    open_device,
+)
 
 MASK = 0xFFFFFFFF
 BUCKET_S = 0.05
 STILL_EVERY = 16
-"""Steps between two looks at the buffer that must not change."""
+"""Steps between two checks of the constant buffer."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a survivor knows about itself at the end: `longest` is (start, end) of the longest step
-    that began in each BUCKET_S of time, so that a stall can be told from what came before it."""
+    """The survivor's figures at its end.
+
+    `longest`: (start, end) of the longest step that began in each BUCKET_S of time, so that a stall can be
+    told from what came before it.
+    """
 
     steps: int = 0
     wrong: int = 0
@@ -49,14 +63,14 @@ def pattern(base: int, words: int) -> array[int]:
     return array("I", [(base + i) & MASK for i in range(words)])
 
 
-def advanced(expected: array[int]) -> array[int]:
+def next_content(expected: array[int]) -> array[int]:
     return array("I", [(x + 1) & MASK for x in expected])
 
 
 class Computation:
     """The buffers, what they must hold, and one step of the work.
 
-    `lasts_s`: so long it lets the GPU work before it looks, where kernels themselves take no time.
+    `lasts_s`: how long the GPU works before the check, where kernels themselves take no time.
     """
 
     def __init__(self, device: Device, seed: int, words: int, *, check: bool, lasts_s: float = 0.0) -> None:
@@ -70,7 +84,7 @@ class Computation:
         self.tally = Tally()
 
     def step(self) -> None:
-        """One step; every mismatch is counted, the first one told at once. Raises DeviceError."""
+        """Do one step; count every mismatch, report the first at once. Raises DeviceError."""
         start = clock()
         self.device.increment(self.moving_at, self.words)
         if self.lasts_s:
@@ -80,15 +94,15 @@ class Computation:
             self.device.synchronize()
         self.tally.timed(start, clock())
         self.tally.steps += 1
-        self.expected = advanced(self.expected)
+        self.expected = next_content(self.expected)
         if self.check and seen != self.expected.tobytes():
-            self._wrong("moving", seen, self.expected.tobytes())
+            self._report_mismatch("moving", seen, self.expected.tobytes())
         if self.check and self.tally.steps % STILL_EVERY == 0:
             still = self.device.read(self.still_at, self.words * 4)
             if still != self.still:
-                self._wrong("still", still, self.still)
+                self._report_mismatch("still", still, self.still)
 
-    def _wrong(self, buffer: str, seen: bytes, expected: bytes) -> None:
+    def _report_mismatch(self, buffer: str, seen: bytes, expected: bytes) -> None:
         self.tally.wrong += 1
         if self.tally.wrong == 1:
             at = next((i for i in range(0, len(expected), 4) if seen[i : i + 4] != expected[i : i + 4]), 0)

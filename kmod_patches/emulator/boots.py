@@ -1,7 +1,7 @@
-"""Which machines are booted to show what the driver does with and without the patch, and what each must show.
+"""Machines to boot, with and without the patch, and their expected results.
 
-Some checks have to fail, for the reason that is stated, and all others to pass: on the GPU in software the
-stock module must fail what the patched one passes.
+Some checks must fail for a stated reason and all others must pass: on the software GPU the stock module must
+fail the checks that the patched module passes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kmod import debian
 
 @dataclass(frozen=True, slots=True)
 class Boot:
-    """A machine: the set of checks it runs, its module, and the checks that must fail, with words of why."""
+    """A machine: its set of checks, its module, and the checks that must fail, with words of their reason."""
 
     checks: str
     patched: bool = False
@@ -43,7 +43,7 @@ RIG = Boot(
         "behind-silent": "not reached",
     },
 )
-"""No module at all: what goes wrong inside is told outside."""
+"""Without any module: the host must report failures inside the guest."""
 
 BOOTS = (
     Boot("stock"),
@@ -56,7 +56,7 @@ BOOTS = (
         if name.startswith("gpu-") and name != "gpu-stock"
     ),
 )
-"""For each driver. `isolated` is the bar: the same checks are among those that the patched module passes."""
+"""Boots of each driver. `isolated` decides: the patched module passes the same checks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Verdict:
 
 
 def verdicts(boot: Boot, results: Sequence[vm.Result]) -> list[Verdict]:
-    """One for each result, in order."""
+    """Return one verdict per result, in order."""
     return [_verdict(boot.fails.get(result.name), result) for result in results]
 
 
@@ -77,7 +77,7 @@ def _verdict(must_say: str | None, result: vm.Result) -> Verdict:
     if must_say is None:
         return Verdict(result, result.passed, result.text)
     if result.passed:
-        return Verdict(result, False, f"passed, and has to fail: {result.text}")
+        return Verdict(result, False, f"passed, but must fail: {result.text}")
     if must_say not in result.text:
         return Verdict(result, False, f"failed, but not with {must_say!r}: {result.text}")
     return Verdict(result, True, f"fails as it must: {result.text}")
@@ -85,7 +85,7 @@ def _verdict(must_say: str | None, result: vm.Result) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a boot has shown: its title, each check, and the end of the kernel's log."""
+    """Results of a boot: its title, each check, and the end of the kernel's log."""
 
     title: str
     found: Sequence[Verdict]
@@ -98,10 +98,10 @@ class Shown:
 
 
 @dataclass
-class Bay:
-    """Boots one kernel with what is built for it in `folder`, which is ours; stubs are built once.
+class BootBench:
+    """A place to boot one kernel with modules built in `folder`, which it owns; stubs are built once.
 
-    Several threads may run one boot each: what is built they build one after the other.
+    Several threads may run one boot each; they build one after the other.
     """
 
     kernel: Kernel
@@ -111,7 +111,7 @@ class Bay:
     _building: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, boot: Boot, fetched: debian.Fetched | None) -> Shown:
-        """Builds what is missing, boots. No source: no modules. Raises Unavailable, KmodError."""
+        """Build what is missing and boot. Without a source: no modules. Raises Unavailable, KmodError."""
         place = f" (driver {fetched.version})" if fetched else ""
         with tempfile.TemporaryDirectory(dir=self.folder) as own:
             initramfs, console = Path(own) / "initramfs", Path(own) / "console"
@@ -119,10 +119,10 @@ class Bay:
                 image.write(initramfs, self.modules(boot, fetched) if fetched else {})
             machine = vm.Machine(self.kernel.image, initramfs)
             found = verdicts(boot, vm.run(machine, [boot.checks], catalogue.SETS[boot.checks], console))
-            return Shown(f"{boot.title}{place}", found, vm.tail(console))
+            return Shown(f"{boot.title}{place}", found, vm.log_tail(console))
 
     def modules(self, boot: Boot, fetched: debian.Fetched) -> dict[str, Path]:
-        """The files to load, by their names in the guest."""
+        """Return the files to load, by their names in the guest."""
         built = driver.build(fetched, self.kernel, self.cache, patched=boot.patched)
         return {"nvidia.ko": self._stub(built, gpu=boot.gpu), "nvidia-uvm.ko": built.module}
 
@@ -137,7 +137,7 @@ class Bay:
 
 
 def lines(found: Sequence[Verdict]) -> Iterator[str]:
-    """A line for each check."""
+    """Yield a line for each check."""
     for verdict in found:
         word = "ok" if verdict.right else "FAILED"
         text = verdict.text.replace("\n", " / ")

@@ -1,4 +1,4 @@
-"""The nvidia-uvm.ko that is booted, stock or patched, built from Debian's source or from the cache."""
+"""The nvidia-uvm.ko to boot, stock or patched, built from Debian's source or from the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kmod.workshop import Workshop
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """A built nvidia-uvm.ko, without debug information, and the tree whose headers fit it."""
+    """A built nvidia-uvm.ko without debug information, and the tree with its headers."""
 
     version: str
     module: Path
@@ -23,12 +23,12 @@ class Driver:
 
 
 def build(fetched: debian.Fetched, kernel: Kernel, cache: Path, *, patched: bool) -> Driver:
-    """The module of a suite's driver. Raises Unavailable, KmodError."""
+    """Build the module of a suite's driver. Raises Unavailable, KmodError."""
     jobs = len(os.sched_getaffinity(0))
     shop = Workshop(fetched, modules.kernel(kernel.release), cache, jobs)
     module = shop.uvm(patched=patched)
     if not shop.folder.is_dir():
-        # The module was kept, and the tree that it was compiled in was not.
+        # The cache kept the module, but not the tree in which it was compiled.
         with shop.bench() as bench:
             bench.uvm(patched=patched)
     tree = find(shop.folder)

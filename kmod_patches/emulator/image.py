@@ -1,7 +1,8 @@
-"""The guest's root file system: an archive of this interpreter, what the checks import, and the modules.
+"""The guest's root file system: an archive of this interpreter, the checks with their imports, and the
+modules.
 
-Which files Python needs is found by importing the checks here, in an interpreter that sees nothing else, and
-asking where everything came from. The archive is in cpio's "newc" form, as the kernel unpacks it at boot.
+To find the files that Python needs, the checks are imported here in an isolated interpreter, which reports
+the origin of everything. The archive has cpio's "newc" format, which the kernel unpacks at boot.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ print(json.dumps(sorted(files - {None})))
 
 
 def interpreter() -> Path:
-    """The interpreter itself, not a virtual environment's link to it."""
+    """Return the interpreter itself, not a virtual environment's link to it."""
     return Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
 
 
 def write(target: Path, modules: Mapping[str, Path]) -> None:
-    """An uncompressed initramfs with the checks and kernel modules, by the names they get below /modules.
+    """Write an uncompressed initramfs with the checks and kernel modules, by their names below /modules.
 
     Raises KmodError.
     """
@@ -57,7 +58,7 @@ def write(target: Path, modules: Mapping[str, Path]) -> None:
 
 
 def python_files() -> dict[str, Path]:
-    """Where each file of the interpreter, its libraries and the checks lies, by its name in the guest."""
+    """Return each file of the interpreter, its libraries and the checks, by its name in the guest."""
     python = interpreter()
     roots = json.dumps([str(root) for root in ROOTS])
     said = run([python, "-I", "-S", "-c", ASK, roots], deadline_s=DEADLINE_S)
@@ -67,12 +68,12 @@ def python_files() -> dict[str, Path]:
     for binary in shared:
         files |= {str(path): path for path in libraries(binary)}
     if GUEST_MAIN not in files:
-        raise KmodError(f"the checks were imported from elsewhere than {REPOSITORY}")
+        raise KmodError(f"the checks were imported from outside {REPOSITORY}")
     return files
 
 
 def libraries(binary: Path) -> list[Path]:
-    """The shared libraries that the loader takes for a binary, the loader itself among them."""
+    """Return the shared libraries that the loader uses for a binary, with the loader itself."""
     found = []
     for line in run(["ldd", binary], deadline_s=DEADLINE_S).splitlines():
         words = [word for word in line.split() if word.startswith("/")]
@@ -81,14 +82,14 @@ def libraries(binary: Path) -> list[Path]:
 
 
 def _inside(path: Path) -> str:
-    """The repository lies at /mpsd in the guest, everything else where it is here."""
+    """Return a file's name in the guest: the repository is at /mpsd, everything else where it is here."""
     if path.is_relative_to(REPOSITORY):
         return f"{GUEST_ROOT}/{path.relative_to(REPOSITORY)}"
     return str(path)
 
 
 class Archive:
-    """A cpio archive in the making; folders on the way to a file are added as needed."""
+    """A cpio archive under construction; missing folders on the way to a file are added."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -100,7 +101,7 @@ class Archive:
             self._add(name, stat.S_IFDIR | 0o755, b"")
 
     def file(self, name: str, path: Path) -> None:
-        """A file's content, mode and time; Python trusts a compiled file by its source's time."""
+        """Add a file's content, mode and time; Python checks a compiled file against its source's time."""
         self.folder(os.path.dirname(name))
         found = path.stat()
         self._add(name, found.st_mode, path.read_bytes(), time=int(found.st_mtime))
@@ -110,7 +111,7 @@ class Archive:
         self._add(name, stat.S_IFCHR | 0o600, b"", device=number)
 
     def end(self) -> bytes:
-        """The whole archive."""
+        """Return the whole archive."""
         self._add("/TRAILER!!!", 0, b"")
         return b"".join(self._parts)
 

@@ -1,4 +1,4 @@
-"""A Debian kernel to boot: its headers are installed, its image is unpacked into a cache, never installed."""
+"""A Debian kernel to boot: its headers are installed; its image is unpacked into a cache, not installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOWNLOAD_DEADLINE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`headers`: to build modules against; `sources`: what flavours share of that; `image`: what boots."""
+    """`headers`: for building modules; `sources`: the part that flavours share; `image`: to boot."""
 
     release: str
     headers: Path
@@ -24,13 +24,13 @@ class Kernel:
     image: Path
 
     def exports(self) -> frozenset[str]:
-        """Every symbol that the kernel and its own modules export."""
+        """Return every symbol that the kernel and its own modules export."""
         text = (self.headers / "Module.symvers").read_text(encoding="utf-8")
         return frozenset(line.split("\t")[1] for line in text.splitlines())
 
 
 def find(cache: Path, release: str = "") -> Kernel:
-    """The kernel of a release, or of the newest whose headers are here. Raises Unavailable, KmodError."""
+    """Return the kernel of a release, or the newest with headers here. Raises Unavailable, KmodError."""
     release = release or newest()
     if release not in _known():
         raise Unavailable(
@@ -41,13 +41,13 @@ def find(cache: Path, release: str = "") -> Kernel:
     if not image.is_file():
         _unpack(release, version, image.parents[1])
     if not image.is_file():
-        raise KmodError(f"the package of kernel {release} holds no image")
+        raise KmodError(f"the package of kernel {release} contains no image")
     headers, sources = LIB_MODULES / release / "build", LIB_MODULES / release / "source"
     return Kernel(release, headers, sources if sources.is_dir() else headers, image)
 
 
 def newest() -> str:
-    """The release of the newest kernel whose headers are here, "" without one."""
+    """Return the release of the newest kernel with headers here, or ""."""
     return next(iter(_known()), "")
 
 
@@ -56,18 +56,18 @@ def _known() -> list[str]:
 
 
 def _version(release: str) -> str:
-    """Of the installed headers: a release's name stays when Debian builds it anew."""
+    """Return the version of the installed headers: a rebuilt kernel keeps its release."""
     query = ["dpkg-query", "-W", "-f", "${Version}", f"linux-headers-{release}"]
     return run(query, deadline_s=DOWNLOAD_DEADLINE_S)
 
 
 def _unpack(release: str, version: str, target: Path) -> None:
-    """The image in its package, from the machine's archive."""
+    """Unpack the image from its package in the machine's archive."""
     with making(target, f"the image of kernel {release}") as made:
         command = ["apt-get", "-o", "APT::Sandbox::User=root", "download", f"linux-image-{release}={version}"]
         run(command, deadline_s=DOWNLOAD_DEADLINE_S, cwd=made)
         run(["dpkg-deb", "-x", next(made.glob("*.deb")), made / "package"], deadline_s=DOWNLOAD_DEADLINE_S)
-        # Of some 400 MB one file is wanted.
+        # One file is needed of some 400 MB.
         kept = made / "kept" / "boot"
         kept.mkdir(parents=True)
         os.rename(made / "package" / "boot" / f"vmlinuz-{release}", kept / f"vmlinuz-{release}")

@@ -1,11 +1,11 @@
-"""What the guest says on its second serial port: one line for each thing, and nothing else on that port.
+"""The guest's protocol on its second serial port: one line per message, and nothing else.
 
     mpsd-vm1 begin NAME
-    mpsd-vm1 pass NAME "what was seen"
-    mpsd-vm1 fail NAME "why"
+    mpsd-vm1 pass NAME "observation"
+    mpsd-vm1 fail NAME "reason"
     mpsd-vm1 done
 
-NAME has no blanks; the text is a JSON string, so it stays on its line.
+NAME has no blanks; the text is a JSON string, so it has no line breaks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enum import Enum
 MARK = "mpsd-vm1"
 
 
-class Word(Enum):
+class MessageKind(Enum):
     BEGIN = "begin"
     PASS = "pass"
     FAIL = "fail"
@@ -26,30 +26,30 @@ class Word(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    word: Word
+    word: MessageKind
     name: str = ""
     text: str = ""
 
 
 def encode(line: Line) -> str:
     parts = [MARK, line.word.value]
-    if line.word is not Word.DONE:
+    if line.word is not MessageKind.DONE:
         parts.append(line.name)
-    if line.word in (Word.PASS, Word.FAIL):
+    if line.word in (MessageKind.PASS, MessageKind.FAIL):
         parts.append(json.dumps(line.text))
     return " ".join(parts) + "\n"
 
 
 def parse(text: str) -> Line | None:
-    """A line as the port gives it, line end and all; None for anything that is not whole."""
+    """Parse a line of the port, with its line end; None for an incomplete or foreign line."""
     parts = text.strip().split(" ", 3)
     try:
-        word = Word(parts[1])
+        word = MessageKind(parts[1])
         if parts[0] != MARK:
             return None
-        if word is Word.DONE:
+        if word is MessageKind.DONE:
             return Line(word) if len(parts) == 2 else None
-        if word is Word.BEGIN:
+        if word is MessageKind.BEGIN:
             return Line(word, parts[2]) if len(parts) == 3 else None
         said = json.loads(parts[3])
     except (IndexError, ValueError):

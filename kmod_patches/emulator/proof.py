@@ -1,7 +1,7 @@
-"""What can be shown of the patch without a GPU, in one go: the work of scripts/test-kmod.
+"""All tests of the patch that need no GPU, in one run: the work of scripts/test-kmod.
 
-The driver sources of Debian's suites are tried (kmod.trial) and virtual machines are booted (emulator.boots).
-What became of each is printed, and what was skipped is named.
+It tries the driver sources of Debian's suites (kmod.trial) and boots virtual machines (emulator.boots). It
+prints each result and names what was skipped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from emulator import kernel, vm
 from emulator.__main__ import report
-from emulator.boots import BOOTS, RIG, Bay, Boot, Shown, lines
+from emulator.boots import BOOTS, RIG, Boot, BootBench, Shown, lines
 from emulator.guest import catalogue
 from kmod import build, debian
 from kmod.command import at_least_one, end_when_told, finished, parsed
@@ -36,10 +36,10 @@ _Told = TypeVar("_Told")
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The suites whose modules are both built, and those whose nvidia-uvm is booted.
+    """Suites to build both modules of, and suites to boot nvidia-uvm of.
 
-    `skipped`: sets of checks that are not run. `install`: of those that are built, installed too. `uvm`:
-    those of which nvidia-uvm alone is built.
+    `skipped`: sets of checks that are not run. `install`: built suites that are also installed. `uvm`:
+    suites of which only nvidia-uvm is built.
     """
 
     build: tuple[str, ...]
@@ -50,9 +50,11 @@ class Scope:
 
 
 LABEL = (
-    "What the guests said. QEMU emulates each instruction, and the GPU is software: no time here is a real\n"
-    "GPU's, and no patched module has run on one."
+    "Output of the guests. QEMU emulates each instruction, and the GPU is software: no time here is a real\n"
+    "GPU's, and no patched module has run on a real GPU."
 )
+BUILD, BOOT = "build", "boot"
+"""The parts of --ci. A build has no deadline of a few seconds, so it may share the cores with other tests."""
 CI = Scope((), ("trixie",), catalogue.LONG, uvm=("trixie",))
 FULL = Scope(SUITES, BOOTED, install=("trixie",))
 
@@ -69,10 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _try_to_write(given)
         return finished(_prove(given))
     except KeyboardInterrupt:
-        print("test-kmod: broken off; what was built is kept", file=sys.stderr)
+        print("test-kmod: interrupted; finished builds are kept", file=sys.stderr)
         return 130
     except SystemExit as end:
-        print("test-kmod: ended by a signal; what was built is kept", file=sys.stderr)
+        print("test-kmod: ended by a signal; finished builds are kept", file=sys.stderr)
         return end.code if isinstance(end.code, int) else 1
     except (KmodError, OSError) as error:
         print(f"test-kmod: {text_of(error)}", file=sys.stderr)
@@ -80,16 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _try_to_write(given: argparse.Namespace) -> None:
-    """Before the quarter of an hour whose result it is to hold. Raises KmodError, OSError."""
+    """Test the output file before the long run. Raises KmodError, OSError."""
     if not (given.ci or given.full or given.boot):
-        raise KmodError("--write is for what guests say: it needs --boot, --ci or --full")
+        raise KmodError("--write needs output of guests: add --boot, --ci or --full")
     with given.write.open("a"):
         pass
 
 
 def _prove(given: argparse.Namespace) -> int:
-    chosen = Scope((*given.build, *given.install), tuple(given.boot), install=tuple(given.install))
-    scope = CI if given.ci else FULL if given.full else chosen
+    scope = _scope(given)
     began = time.monotonic()
     try:
         found = build.kernel(given.kernel or (kernel.newest() if scope.boot else ""))
@@ -98,15 +99,28 @@ def _prove(given: argparse.Namespace) -> int:
             print(f"test-kmod: {error}; apt-get install linux-headers-amd64", file=sys.stderr)
             return 2
         found = None
-    rows = tried(Trial(found, given.cache, given.jobs, scope.build, scope.install, scope.uvm))
-    booted = boot_all(scope, rows, found, given) if scope.boot and found else []
+    trial = Trial(found, given.cache, given.jobs, scope.build, scope.install, scope.uvm)
+    rows = tried(trial) if given.part != BOOT else []
+    fetched = {row.suite: row.fetched for row in rows if row.fetched}
+    booted: list[str] = []
+    if given.part != BUILD and scope.boot and found:
+        fetched |= {suite: debian.fetch(suite, given.cache) for suite in scope.boot if given.part == BOOT}
+        booted = boot_all(scope, fetched, found, given)
     print()
-    for line in [*table(rows, found), *booted]:
+    for line in [*(table(rows, found) if rows else ()), *booted]:
         print(line)
     failed = [row.suite for row in rows if row.failed] + [line for line in booted if "FAILED" in line]
     took = f"after {time.monotonic() - began:.0f} s, with {sum(os.times()[:4]):.0f} s of one core"
     print(f"test-kmod: {f'FAILED {took}: ' + ', '.join(failed) if failed else f'all ok {took}'}")
     return 1 if failed else 0
+
+
+def _scope(given: argparse.Namespace) -> Scope:
+    """Return what the options ask for. Raises KmodError for a part of something else than --ci."""
+    if given.part and not given.ci:
+        raise KmodError("--part is for --ci alone")
+    chosen = Scope((*given.build, *given.install), tuple(given.boot), install=tuple(given.install))
+    return CI if given.ci else FULL if given.full else chosen
 
 
 def parser() -> argparse.ArgumentParser:
@@ -116,13 +130,18 @@ def parser() -> argparse.ArgumentParser:
     scope.add_argument(
         "--ci",
         action="store_true",
-        help=f"as scripts/test does: build nvidia-uvm of {', '.join(CI.uvm)}, boot {', '.join(CI.boot)}",
+        help=f"like scripts/test: build nvidia-uvm of {', '.join(CI.uvm)}, boot {', '.join(CI.boot)}",
     )
     scope.add_argument("--full", action="store_true", help=f"build all, boot {', '.join(FULL.boot)}")
+    made.add_argument(
+        "--part",
+        choices=(BUILD, BOOT),
+        help=f"of --ci only this: {BUILD} tries the hooks and builds, {BOOT} boots what is built",
+    )
     for name, text in (
-        ("build", "build both modules of this one"),
-        ("boot", "boot this one's nvidia-uvm"),
-        ("install", "build it, install it through DKMS below a folder, and take it out"),
+        ("build", "build both modules of this suite"),
+        ("boot", "boot this suite's nvidia-uvm"),
+        ("install", "build this suite, install it through DKMS below a folder, and remove it"),
     ):
         made.add_argument(
             f"--{name}", action="append", default=[], choices=SUITES, metavar="SUITE", help=text
@@ -131,15 +150,15 @@ def parser() -> argparse.ArgumentParser:
         "--kernel", default="", help="release to build for (default: the running one, or newest)"
     )
     made.add_argument(
-        "--cache", type=Path, help="where sources and builds are kept (default: $XDG_CACHE_HOME/mpsd-kmod)"
+        "--cache", type=Path, help="folder of sources and builds (default: $XDG_CACHE_HOME/mpsd-kmod)"
     )
-    made.add_argument("--write", type=Path, help="what each guest said goes to this file, too")
+    made.add_argument("--write", type=Path, help="file for the output of the guests")
     made.add_argument("--jobs", type=at_least_one, default=len(os.sched_getaffinity(0)))
     return made
 
 
 def tried(trial: Trial) -> list[Row]:
-    """A row for each suite, told when its turn comes."""
+    """Return a row for each suite, and report progress."""
     rows = []
     for suite in debian.SUITES:
         built = {**dict.fromkeys(trial.uvm, "nvidia-uvm"), **dict.fromkeys(trial.build, "both modules")}
@@ -149,13 +168,17 @@ def tried(trial: Trial) -> list[Row]:
     return rows
 
 
-def boot_all(scope: Scope, rows: Sequence[Row], found: build.Kernel, given: argparse.Namespace) -> list[str]:
-    """A line for each machine; what the guests said goes to the file that is given for it."""
-    fetched = {row.suite: row.fetched for row in rows if row.fetched}
+def boot_all(
+    scope: Scope, fetched: Mapping[str, debian.Fetched], found: build.Kernel, given: argparse.Namespace
+) -> list[str]:
+    """Boot each machine and return its line. Write the guests' output to the file of --write.
+
+    `fetched`: the driver's source of each suite that has one.
+    """
     wanted: list[tuple[str, Boot]] = [("", RIG), *((suite, boot) for suite in scope.boot for boot in BOOTS)]
     with tempfile.TemporaryDirectory(prefix="mpsd-emulator-") as folder:
         try:
-            bay = Bay(kernel.find(given.cache, found.release), given.cache, Path(folder))
+            bay = BootBench(kernel.find(given.cache, found.release), given.cache, Path(folder))
         except KmodError as error:
             return [f"virtual machines: FAILED: {error}"]
 
@@ -169,7 +192,7 @@ def boot_all(scope: Scope, rows: Sequence[Row], found: build.Kernel, given: argp
             return booted(title, bay, boot, fetched.get(suite))
 
         said, texts = [], [LABEL]
-        # An emulated machine does little with a second core; not more than two, for checks have deadlines.
+        # An emulated machine gains little from a second core. Two at most, because checks have deadlines.
         for ended in at_once(boot_one, wanted, min(2, given.jobs)):
             if ended.shown:
                 report(ended.shown)
@@ -181,7 +204,7 @@ def boot_all(scope: Scope, rows: Sequence[Row], found: build.Kernel, given: argp
 
 
 def at_once(run: Callable[[_Asked], _Told], wanted: Sequence[_Asked], most: int) -> Iterator[_Told]:
-    """What each comes to, in their order. Whoever is interrupted ends the machines that run."""
+    """Yield the results in order. An interrupt ends the running machines."""
     with ThreadPoolExecutor(max(1, most)) as pool:
         try:
             yield from pool.map(run, wanted)
@@ -193,15 +216,15 @@ def at_once(run: Callable[[_Asked], _Told], wanted: Sequence[_Asked], most: int)
 
 @dataclass(frozen=True, slots=True)
 class Booted:
-    """How a machine's boot ended, in words; what it has shown, where it was one."""
+    """The end of a machine's boot in words, and its results, if any."""
 
     title: str
     text: str
     shown: Shown | None = None
 
 
-def booted(title: str, bay: Bay, boot: Boot, fetched: debian.Fetched | None) -> Booted:
-    """With the time that it took, building what was missing too."""
+def booted(title: str, bay: BootBench, boot: Boot, fetched: debian.Fetched | None) -> Booted:
+    """Boot and return the result with the time taken, including builds."""
     began = time.monotonic()
     try:
         shown = bay.run(boot, fetched)

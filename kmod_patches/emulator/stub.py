@@ -1,7 +1,7 @@
-"""Builds the stub of nvidia.ko that a built nvidia-uvm.ko can be loaded on.
+"""Build of the stub of nvidia.ko on which a built nvidia-uvm.ko can be loaded.
 
-Which functions it needs is asked of the module itself, so the stub follows the driver's version: those that
-stub/*.c answer are compiled, for all others a refusal is written. Headers are the driver tree's own.
+The module itself tells which functions it needs, so the stub follows the driver's version. Functions that
+stub/*.c implement are compiled; every other function gets a refusal. Headers are those of the driver tree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kmod.errors import KmodError
 SOURCES = Path(__file__).with_name("stub")
 ANSWERS = re.compile(r"^MPSD_STUB_ANSWERS\((\w+)\);$", re.MULTILINE)
 FUNCTION = re.compile(r"nvUvmInterface\w+")
-# What a driver's headers have or not, by a word of theirs: asked of the source, not of the version.
+# Optional features of a driver's headers, each found by a word in the source, not by the version.
 FEATURES = {
     "MPSD_RM_ATS": ("common/inc/nv_uvm_interface.h", "enableAts"),
     "MPSD_RM_VIDMEM_PAGES": ("common/inc/nv_uvm_types.h", "maxVidmemPageSize"),
@@ -30,7 +30,7 @@ LOOK_DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Stub:
-    """A built stub; `imports` are the functions that UVM needs of it, `answers` those that it answers."""
+    """A built stub. `imports`: functions that UVM needs; `answers`: functions that the stub implements."""
 
     module: Path
     imports: tuple[str, ...]
@@ -38,10 +38,10 @@ class Stub:
 
 
 def build(uvm: Path, tree: Path, version: str, kernel: Kernel, folder: Path, *, gpu: bool) -> Stub:
-    """Generate and compile in `folder`, which must not exist.
+    """Generate and compile the stub in `folder`, which must not exist.
 
-    `uvm` is a built nvidia-uvm.ko, `tree` the source it was built in (its conftest headers are needed),
-    `version` the driver's, which UVM's users look for; `gpu`: with the GPU in software. Raises KmodError.
+    `uvm`: a built nvidia-uvm.ko; `tree`: the source in which it was built, for its conftest headers;
+    `version`: the driver's, which UVM's users read; `gpu`: with the software GPU. Raises KmodError.
     """
     imports = imported(uvm, kernel.exports())
     shutil.copytree(SOURCES, folder, ignore=None if gpu else shutil.ignore_patterns("gpu"))
@@ -54,22 +54,22 @@ def build(uvm: Path, tree: Path, version: str, kernel: Kernel, folder: Path, *, 
 
 
 def imported(module: Path, exports: frozenset[str]) -> tuple[str, ...]:
-    """The symbols that a module needs and the kernel has not. Raises KmodError if one is no RM function."""
+    """Return the symbols that a module needs beyond the kernel. Raises KmodError for a non-RM function."""
     text = run(["nm", "--undefined-only", "--format=posix", module], deadline_s=LOOK_DEADLINE_S)
     names = sorted({line.split()[0] for line in text.splitlines() if line.strip()} - exports)
     strange = [name for name in names if not FUNCTION.fullmatch(name)]
     if strange or not names:
-        raise KmodError(f"{module} imports what no stub can stand for: {', '.join(strange) or 'nothing'}")
+        raise KmodError(f"{module} imports unsupported symbols: {', '.join(strange) or 'nothing'}")
     return tuple(names)
 
 
 def answered(sources: Iterable[str]) -> frozenset[str]:
-    """The functions that C sources mark as answered."""
+    """Return the functions that C sources mark as implemented."""
     return frozenset(name for text in sources for name in ANSWERS.findall(text))
 
 
 def calls_header(imports: Iterable[str], answers: Iterable[str]) -> str:
-    """stub-calls.h: a number for each function, also for one that is answered but not imported."""
+    """Return stub-calls.h: a number for each function, also for implemented ones that are not imported."""
     names = sorted({*imports, *answers})
     numbers = "".join(f"\tCALL_{name},\n" for name in names)
     every = " \\\n".join(f"\tCALL({name})" for name in names)
@@ -79,19 +79,19 @@ def calls_header(imports: Iterable[str], answers: Iterable[str]) -> str:
 
 
 def refusals(imports: Iterable[str], answers: frozenset[str]) -> str:
-    """refusals.c: every import that nothing answers."""
+    """Return refusals.c: every import without an implementation."""
     lines = [f"MPSD_STUB_REFUSES({name});" for name in imports if name not in answers]
     return "\n".join(['#include "stub.h"', *lines, ""])
 
 
 def features(tree: Path) -> list[str]:
-    """The macros for what this driver's headers have."""
+    """Return the macros for the features of this driver's headers."""
     texts = {name: (tree / header).read_text(encoding="utf-8") for name, (header, _) in FEATURES.items()}
     return [name for name, (_, word) in FEATURES.items() if re.search(rf"\b{word}\b", texts[name])]
 
 
 def kbuild(folder: Path, tree: Path, version: str) -> str:
-    """How the kernel's build compiles the stub, with the driver's headers and the flags they count on."""
+    """Return the Kbuild file of the stub, with the driver's headers and the flags that they need."""
     objects = sorted(str(path.relative_to(folder).with_suffix(".o")) for path in folder.rglob("*.c"))
     flags = [f"-I{folder}", *(f"-I{tree / part}" for part in ("common/inc", "nvidia-uvm", ""))]
     flags += ["-DMPSD_STUB_GPU"] if (folder / "gpu").is_dir() else []

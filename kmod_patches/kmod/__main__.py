@@ -23,9 +23,9 @@ from kmod.tree import Tree, copy, find
 
 BUILD_DEADLINE_S = 3600.0
 DESCRIPTION = (
-    "The patch to nvidia-uvm: install builds the driver that is on this machine with the patch in and puts "
-    "it before the stock one, load loads it now, unload and uninstall go back. The others work on a driver "
-    "source. VERB --help tells more."
+    "The patch to nvidia-uvm. install builds the installed driver with the patch and prefers it to the stock "
+    "modules. load loads it now. unload and uninstall restore the stock modules. The other verbs work on a "
+    "driver source. See VERB --help."
 )
 
 
@@ -37,10 +37,10 @@ def main() -> int:
     try:
         return finished(int(given.verb(given)))
     except KeyboardInterrupt:
-        return _failed(given, KmodError("broken off; the same command goes on with it"), 130)
+        return _failed(given, KmodError("interrupted; run the same command again to continue"), 130)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
-        return _failed(given, KmodError("ended by a signal; the same command goes on with it"), status)
+        return _failed(given, KmodError("ended by a signal; run the same command again to continue"), status)
     except (KmodError, OSError) as error:
         return _failed(given, error, 1)
 
@@ -56,26 +56,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mpsd-kmod", description=DESCRIPTION)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     packaging.add_verbs(verbs)
-    verb = verbs.add_parser(
-        "fetch", help="copy the driver's source that a suite of Debian has to a new folder"
-    )
+    verb = verbs.add_parser("fetch", help="copy the driver's source of a Debian suite to a new folder")
     suites = ", ".join(suite.name for suite in debian.SUITES)
     verb.add_argument("suite", help=f"tested: {suites}")
-    verb.add_argument("tree", type=Path, help="the folder, which must not be there")
-    verb.add_argument("--cache", type=Path, help="what was fetched is kept there ($XDG_CACHE_HOME/mpsd-kmod)")
+    verb.add_argument("tree", type=Path, help="the new folder, which must not exist")
+    verb.add_argument("--cache", type=Path, help="folder of the cache ($XDG_CACHE_HOME/mpsd-kmod)")
     verb.set_defaults(verb=_fetch)
     for name, function, text in (
-        ("status", _status, "say what is installed and loaded, or how a driver source stands to the patch"),
-        ("apply", _apply, "put the patch into a driver source"),
-        ("reverse", _reverse, "take it out again"),
-        ("build", _build, "put it in and build nvidia.ko and nvidia-uvm.ko"),
+        ("status", _status, "show what is installed and loaded, or the patch's state in a driver source"),
+        ("apply", _apply, "apply the patch to a driver source"),
+        ("reverse", _reverse, "remove the patch from a driver source"),
+        ("build", _build, "apply the patch and build nvidia.ko and nvidia-uvm.ko"),
     ):
         verb = verbs.add_parser(name, help=text)
         verb.add_argument(
             "tree",
             type=Path,
             nargs="?" if name == "status" else None,
-            help="the folder with nvidia-uvm in it, or the one above kernel-open",
+            help="the folder that contains nvidia-uvm, or the parent of kernel-open",
         )
         if name != "reverse":
             verb.add_argument(
@@ -93,9 +91,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _fetch(given: argparse.Namespace) -> int:
     if given.tree.exists():
-        raise KmodError(f"{given.tree} is there already; name a new folder")
+        raise KmodError(f"{given.tree} exists already; name a new folder")
     fetched = debian.fetch(given.suite, given.cache or debian.cache_folder())
-    # Not the cache's own, which is what others are measured by.
+    # A copy, because other runs compare with the cache's own.
     with making(given.tree.absolute(), "the driver's source") as made:
         os.rename(copy(find(fetched.tree), made / "tree", whole=True).root, given.tree)
     print(f"driver {find(given.tree).version} ({PACKAGE} {fetched.version}) in {given.tree}")
@@ -103,7 +101,8 @@ def _fetch(given: argparse.Namespace) -> int:
 
 
 def _patch(tree: Tree, given: argparse.Namespace) -> tuple[hooks.Patch, Kernel | None]:
-    """With the mends for a kernel, where one's headers are to be had; one that is named must be."""
+    """Return the patch, with mends for a kernel if its headers are installed. A named kernel needs
+    headers."""
     try:
         found = kernel(given.kernel)
     except Unavailable:
@@ -116,7 +115,7 @@ def _patch(tree: Tree, given: argparse.Namespace) -> tuple[hooks.Patch, Kernel |
 def _status(given: argparse.Namespace) -> int:
     if given.tree is None:
         if given.kernel:
-            raise KmodError("--kernel says for which kernel a TREE is looked at; name one")
+            raise KmodError("--kernel applies only to a TREE; name one")
         return packaging.machine_status(given)
     tree = find(given.tree)
     patch, _ = _patch(tree, given)
@@ -143,16 +142,16 @@ def _apply(given: argparse.Namespace) -> int:
 def _apply_alone(tree: Tree, given: argparse.Namespace) -> int:
     patch, _ = _patch(tree, given)
     done = hooks.apply_alone(tree, patch)
-    print(f"driver {tree.version}: {'applied' if done else 'was applied already'}")
+    print(f"driver {tree.version}: {'applied' if done else 'already applied'}")
     if not tree.tested:
-        print(f"driver {tree.version} is not one that the patch was tested with", file=sys.stderr)
+        print(f"driver {tree.version} is not tested with this patch", file=sys.stderr)
     return 0
 
 
 def _reverse(given: argparse.Namespace) -> int:
     tree = find(given.tree)
     done = hooks.reverse(tree)
-    print(f"driver {tree.version}: {'put back as it was' if done else 'had no patch'}")
+    print(f"driver {tree.version}: {'restored' if done else 'had no patch'}")
     return 0
 
 
@@ -162,7 +161,7 @@ def _build(given: argparse.Namespace) -> int:
     require_programs()
     with alone(tree.root, hooks.LOCK_DEADLINE_S):
         _apply_alone(tree, given)
-        print(f"building for kernel {found.release}, some minutes; {log}", flush=True)
+        print(f"building for kernel {found.release}, which takes some minutes; log: {log}", flush=True)
         for module in build(tree, found, log, jobs=given.jobs, deadline_s=BUILD_DEADLINE_S):
             print(module)
     return 0

@@ -1,4 +1,4 @@
-"""One run at a time in a folder, and in what it starts; whoever waits is told for whom."""
+"""Exclusive use of a folder by one run and its child processes; a waiting run is told the owner."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MOST_NAMED = 3
 
 @contextmanager
 def alone(folder: Path, deadline_s: float) -> Iterator[None]:
-    """Whoever else asks for the folder, which is made, waits. Raises KmodError in the end."""
+    """Create the folder and hold its lock; other runs wait. Raises KmodError after the deadline."""
     folder.mkdir(parents=True, exist_ok=True)
     number = os.open(folder, os.O_RDONLY)
     try:
-        # By what is started meanwhile: it may outlive a run that is killed.
+        # Child processes inherit the lock, because they may outlive a killed run.
         os.set_inheritable(number, True)
         _take(number, folder, deadline_s)
         yield
@@ -41,17 +41,17 @@ def _take(number: int, folder: Path, deadline_s: float) -> None:
             waited = time.monotonic() - began
         if waited >= deadline_s:
             raise KmodError(
-                f"{folder} is in use by another run, or by what one that was killed has started: "
+                f"{folder} is in use by another run, or by children of a killed run: "
                 f"{holders(folder)}. Wait for its end, or end it."
             )
         if waited > SAYS_AFTER_S and not said:
-            print(f"waiting for another run to end with {folder}: {holders(folder)}", file=sys.stderr)
+            print(f"waiting for another run to finish with {folder}: {holders(folder)}", file=sys.stderr)
             said = True
         time.sleep(PAUSE_S)
 
 
 def holders(folder: Path) -> str:
-    """The processes that have the folder open, as far as this one may know."""
+    """Return the processes that have the folder open, as far as this process may see."""
     own, wanted = os.getpid(), str(folder.resolve())
     found = [
         f"{process.name} ({_name(process)})"
@@ -59,7 +59,7 @@ def holders(folder: Path) -> str:
         if int(process.name) != own and wanted in _open_files(process)
     ]
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    return f"process {', '.join(found[:MOST_NAMED])}{more}" if found else "a process of somebody else's"
+    return f"process {', '.join(found[:MOST_NAMED])}{more}" if found else "a process of another user"
 
 
 def _open_files(process: Path) -> set[str]:
@@ -68,7 +68,7 @@ def _open_files(process: Path) -> set[str]:
         for link in (process / "fd").iterdir():
             links.add(str(link.readlink()))
     except OSError:
-        pass  # it has ended, or is not ours to look at
+        pass  # The process has ended or belongs to another user.
     return links
 
 

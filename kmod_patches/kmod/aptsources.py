@@ -1,7 +1,7 @@
-"""Where this machine gets Debian's packages, read from its own apt configuration.
+"""This machine's source of Debian packages, read from its apt configuration.
 
-From that a source for other suites and components of the same archive is derived, for a private apt state:
-so the project names no host, and a machine behind a mirror uses its mirror.
+A source for other suites and components of the same archive is derived from it, for a private apt state. So
+the project names no host, and a machine behind a mirror uses its mirror.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Source:
 
 
 def read(folder: Path = ARCHIVE) -> list[Source]:
-    """All binary sources of an apt folder, in apt's order of files; unreadable files are left out."""
+    """Return all binary sources of an apt folder, in apt's order of files, without unreadable files."""
     found: list[Source] = []
     parts = folder / "sources.list.d"
     listed = sorted(parts.iterdir()) if parts.is_dir() else []
@@ -47,7 +47,7 @@ def read(folder: Path = ARCHIVE) -> list[Source]:
 
 
 def parse_lines(text: str) -> Iterator[Source]:
-    """The one-line form: deb [signed-by=KEYRING] ADDRESS SUITE COMPONENT..."""
+    """Parse the one-line form: deb [signed-by=KEYRING] ADDRESS SUITE COMPONENT..."""
     for line in text.splitlines():
         match = re.match(r"deb\s+(?:\[([^]]*)\]\s+)?(\S+)\s+(\S+)", line.split("#")[0].strip())
         if match:
@@ -56,7 +56,7 @@ def parse_lines(text: str) -> Iterator[Source]:
 
 
 def parse_stanzas(text: str) -> Iterator[Source]:
-    """The deb822 form. A key inside the file keeps its continuation lines."""
+    """Parse the deb822 form. A key inside the file keeps its continuation lines."""
     for stanza in re.split(r"\n[ \t]*\n", text):
         fields = _fields(stanza)
         types = fields.get("types", "deb").split()
@@ -82,15 +82,15 @@ def _fields(stanza: str) -> dict[str, str]:
 
 
 def debian(sources: Sequence[Source]) -> Source:
-    """The first that serves a release of Debian itself. Raises Unavailable without one."""
+    """Return the first source with a release of Debian itself. Raises Unavailable without one."""
     for source in sources:
         if any(suite.removesuffix("-updates") in SUITES | RELEASES for suite in source.suites):
             return source
-    raise Unavailable("this machine's apt configuration names no Debian archive to derive others from")
+    raise Unavailable("this machine's apt configuration has no Debian archive: add one to its sources")
 
 
 def derive(archive: Source, suite: str, component: str = "contrib") -> str:
-    """A stanza in deb822 form: another suite of the same archive, signed as that is."""
+    """Return a deb822 stanza for another suite of the same archive, with the same signature."""
     lines = ["Types: deb", f"URIs: {' '.join(archive.uris)}", f"Suites: {suite}", f"Components: {component}"]
     if archive.signed_by:
         separator = "" if archive.signed_by.startswith("\n") else " "

@@ -1,8 +1,8 @@
-"""Before udev loads a driver: patched modules of another driver than the installed one step aside.
+"""Boot guard: before udev loads a driver, disable patched modules of another version than the driver's.
 
-Ours come first wherever modprobe looks, after an upgrade of the driver too, and its libraries refuse modules
-of another version: until somebody runs `mpsd-kmod install` no CUDA program would start. So a unit of systemd
-compares versions at each boot. Where it is not sure it changes nothing.
+modprobe prefers the patched modules, also after an upgrade of the driver. The driver's libraries refuse
+modules of another version, so no CUDA program would start until `mpsd-kmod install` runs again. A systemd
+unit compares versions at each boot. When in doubt it changes nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kmod.placed import ASIDE
 NAME = "mpsd-kmod-versions.service"
 SCRIPT = "versions"
 
-# %v is the kernel's release. It waits for no mount: one may need udev, which waits for this. Where the script
-# cannot be reached, or takes long, the boot goes on.
+# %v is the kernel's release. The unit waits for no mount, because a mount may need udev, which waits for this
+# unit. If the script is unreachable or slow, the boot continues.
 UNIT = """\
 # Written by mpsd-kmod, which also removes it.
 [Unit]
-Description=Patched NVIDIA modules of another driver than the installed one step aside
+Description=Disable patched NVIDIA modules of another version than the installed driver
 DefaultDependencies=no
 After=systemd-remount-fs.service
 Before=systemd-udev-trigger.service systemd-modules-load.service sysinit.target
@@ -38,7 +38,7 @@ ExecStart=-/bin/sh {script} %v
 
 TEXT = """\
 #!/bin/sh
-# The unit runs this before a driver is loaded: our modules are put aside where the driver was upgraded.
+# The unit runs this before a driver is loaded: it disables our modules if the driver was upgraded.
 set -eu
 [ -n "$1" ]
 kernel={modules}/$1
@@ -50,7 +50,7 @@ for file in "$target/{core}.ko"*; do
     esac
 done
 if [ -z "$ours" ]; then
-    # An earlier run was ended before its depmod.
+    # An earlier run ended before its depmod.
     ! grep -qs "^{location}/" "$kernel/modules.dep" || {depmod} "$1"
     exit 0
 fi
@@ -61,7 +61,7 @@ for file in $(find "$kernel" \\( {names} \\) ! -path "$target/*"); do
     stock=${{version:-$stock}}
 done
 [ -n "$stock" ] || exit 0
-echo "mpsd-kmod: driver $stock is installed, the patched modules are of $ours: not loaded; mpsd-kmod install"
+echo "mpsd-kmod: driver $stock is installed, the patched modules are $ours: not loaded; run mpsd-kmod install"
 for file in "$target"/*.ko "$target"/*.ko.?z "$target"/*.ko.zst; do
     [ ! -e "$file" ] || mv "$file" "$file{aside}"
 done
@@ -74,12 +74,12 @@ def unit(machine: Machine) -> Path:
 
 
 def wanted(machine: Machine) -> bool:
-    """Whether systemd runs this machine, as far as its folders say."""
+    """Return whether systemd runs this machine, as far as its folders show."""
     return unit(machine).parent.is_dir()
 
 
 def present(machine: Machine, source: Path) -> bool:
-    """Whether it is as it should be; `source`: the folder with our scripts."""
+    """Return whether the unit and script are in place; `source`: the folder with our scripts."""
     if not wanted(machine):
         return True
     try:
@@ -95,7 +95,7 @@ def unit_text(machine: Machine, source: Path) -> str:
 
 
 def put(machine: Machine, source: Path) -> None:
-    """As `systemctl enable` would, which wants a running systemd."""
+    """Enable the unit as `systemctl enable` would, which needs a running systemd."""
     link = _link(machine)
     write_whole(unit(machine), unit_text(machine, source))
     link.parent.mkdir(exist_ok=True)
@@ -117,7 +117,7 @@ def _link(machine: Machine) -> Path:
 
 
 def write_script(machine: Machine, folder: Path, modules: Sequence[Module]) -> None:
-    """Into the folder of our scripts."""
+    """Write the script into the folder of our scripts."""
     core = next(module.installed for module in modules if module.built == "nvidia")
     names = " -o ".join(f"-name {shlex.quote(f'{name}.ko*')}" for name in sorted({core, "nvidia"}))
     text = TEXT.format(

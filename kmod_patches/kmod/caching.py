@@ -1,4 +1,4 @@
-"""Files, and folders of the cache: under their names only when they are whole, whoever else makes one."""
+"""Files and folders of the cache. They get their names only when complete, despite concurrent runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEW = ".new-"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Raises OSError; what there was stays then."""
+    """Write a file atomically. Raises OSError; the old file stays then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".new")
     beside.write_text(text, encoding="utf-8")
@@ -24,9 +24,9 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def making(target: Path, what: str) -> Iterator[Path]:
-    """A new folder beside `target`, gone in the end; what is to be kept of it is renamed to `target` before.
+    """Yield a new folder beside `target`, removed at the end. The caller renames it to `target` to keep it.
 
-    Raises KmodError for an OSError, unless another run has made `target` meanwhile.
+    Raises KmodError for an OSError, unless another run has created `target` meanwhile.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_left(target.parent)
@@ -35,13 +35,13 @@ def making(target: Path, what: str) -> Iterator[Path]:
         yield made
     except OSError as error:
         if not target.is_dir():
-            raise KmodError(f"{what} could not be kept in {target.parent}: {error}") from error
+            raise KmodError(f"cannot keep {what} in {target.parent}: {error}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
 
 def _remove_left(folder: Path) -> None:
-    """What runs that were killed have left there."""
+    """Remove the remains of killed runs."""
     for left in folder.glob(f"{NEW}*"):
         owner = left.name.removeprefix(NEW).split("-")[0]
         if not (owner.isdigit() and Path("/proc", owner).exists()):

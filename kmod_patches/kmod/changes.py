@@ -1,7 +1,7 @@
-"""Which files the patch changes and by how much, and the programs' way of changing them.
+"""Files that the patch changes, the size of each change, and the tools that apply it.
 
-A rule of a semantic patch that no longer matches says nothing. So each file states how many lines must come,
-how many go, and which calls are among those that come: anything else is an error, before a file is written.
+A semantic-patch rule that no longer matches is silent. So each file states how many lines are added and
+removed, and which calls are added. Any difference is an error before a file is written.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SPATCH_DEADLINE_S = 120.0
 NOTHING_MATCHED = "there are no modified files"
 
 Patcher = Callable[[Path, Path], str]
-"""(semantic patch, source file): the text after it, unchanged if nothing matched."""
+"""Apply (semantic patch, source file) and return the text, unchanged if nothing matched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A driver's file, the semantic patch for it, and what that must do: lines that come and go, calls."""
+    """A driver file, its semantic patch, and the required result: lines added and removed, calls."""
 
     file: str
     semantic_patch: str
@@ -72,7 +72,7 @@ PCI_RESIZE = Change(
 
 
 def read(path: Path) -> str:
-    """A file as text that `write` makes the same bytes of, whatever its encoding and line ends are."""
+    """Read a file as text that `write` reproduces byte for byte, whatever its encoding and line ends."""
     return path.read_bytes().decode("latin-1")
 
 
@@ -81,33 +81,33 @@ def write(path: Path, text: str) -> None:
 
 
 def spatch(semantic_patch: Path, source: Path) -> str:
-    """Coccinelle's. Headers are not read: every name that a rule needs is in the file itself."""
+    """Run Coccinelle. It reads no headers: every name that a rule needs is in the file itself."""
     with tempfile.TemporaryDirectory(prefix="mpsd-kmod-") as made:
         result = Path(made) / source.name
         command = ["spatch", "--very-quiet", "--no-includes", "--no-show-diff", "--max-width", "200"]
         try:
             run([*command, "--sp-file", semantic_patch, source, "-o", result], deadline_s=SPATCH_DEADLINE_S)
         except KmodError as error:
-            # A file in which nothing is to be found at all; its lines are counted next.
+            # A file without any match; its lines are counted next.
             if NOTHING_MATCHED not in str(error):
                 raise
         return read(result if result.is_file() else source)
 
 
 def changed(root: Path, change: Change, patcher: Patcher) -> str:
-    """The file's text with the change. Raises HookMismatch if it is not just what the change states."""
+    """Return the file's text with the change. Raises HookMismatch if it differs from the stated change."""
     source = root / change.file
     try:
         before = read(source)
     except OSError as error:
-        raise KmodError(f"{source} cannot be read: {error.strerror}") from error
+        raise KmodError(f"cannot read {source}: {error.strerror}") from error
     after = patcher(FOLDER / change.semantic_patch, source)
     _check(change, before, after)
     return after
 
 
 def difference(before: str, after: str) -> tuple[list[str], list[str]]:
-    """(lines that come, lines that go), without the white space around them."""
+    """Return (lines added, lines removed), without surrounding white space."""
     old, new = before.splitlines(), after.splitlines()
     come: list[str] = []
     go: list[str] = []
@@ -124,26 +124,26 @@ def _check(change: Change, before: str, after: str) -> None:
     wrong = []
     if (len(come), len(go)) != (change.inserted, change.removed):
         wrong.append(
-            f"{len(come)} lines came and {len(go)} went, it must be {change.inserted} and {change.removed}"
+            f"{len(come)} lines added and {len(go)} removed instead of {change.inserted} and {change.removed}"
         )
     for call in change.calls:
         count = sum(call in line for line in come)
         if count != 1:
-            wrong.append(f"{call.rstrip('(')} was put in {count} times, it must be once")
+            wrong.append(f"{call.rstrip('(')} was added {count} times instead of once")
     if wrong:
         raise HookMismatch(
-            f"{change.file}: {'; '.join(wrong)}. This version of the driver is not one that "
-            f"{change.semantic_patch} fits; nothing was changed."
+            f"{change.file}: {'; '.join(wrong)}. {change.semantic_patch} does not fit this driver version; "
+            "nothing was changed."
         )
 
 
 def own_files(folder: Path = SOURCES) -> list[Path]:
-    """What is put beside the driver's files."""
+    """Return the files to put beside the driver's files."""
     return sorted([*folder.glob("*.c"), *folder.glob("*.h")])
 
 
 def build_list(text: str, files: Iterable[Path]) -> str:
-    """The module's list of sources with our files in one line more, at its end."""
+    """Return the module's list of sources with one more line at its end for our files."""
     names = " ".join(f"nvidia-uvm/{path.name}" for path in files if path.suffix == ".c")
     return text + ("" if text.endswith("\n") else "\n") + f"NVIDIA_UVM_SOURCES += {names}\n"
 
@@ -151,7 +151,7 @@ def build_list(text: str, files: Iterable[Path]) -> str:
 def patched(
     root: Path, changes: Sequence[Change], files: Sequence[Path], patcher: Patcher = spatch
 ) -> dict[str, str]:
-    """Every file of the driver's that changes, by its path below `root`, with its new text."""
+    """Return every changed driver file, by its path below `root`, with its new text."""
     texts = {change.file: changed(root, change, patcher) for change in changes}
     texts[str(BUILD_LIST)] = build_list(read(root / BUILD_LIST), files)
     return texts

@@ -1,4 +1,4 @@
-"""Runs a program to its end or its deadline. Its children end with it, unless this program is killed."""
+"""Execution of a program to its end or deadline. Its children end with it, unless this program is killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = {
     "depmod": "kmod",
     "modprobe": "kmod",
 }
-"""Those whose package has another name, on Debian."""
+"""Programs in a Debian package of another name."""
 
 
 def run(
@@ -34,7 +34,7 @@ def run(
     deadline_s: float,
     cwd: Path | None = None,
 ) -> str:
-    """What it printed. Raises Unavailable without the program, KmodError when it fails or takes too long."""
+    """Return a program's output. Raises Unavailable without it, KmodError on failure or timeout."""
     done = _run(command, deadline_s, cwd)
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
@@ -43,23 +43,23 @@ def run(
 
 
 def run_any(command: Sequence[str | Path], *, deadline_s: float, cwd: Path | None = None) -> str:
-    """The same for a program that says by its status what it found: no status is a failure."""
+    """Return the output of a program that reports findings by its status: no status is a failure."""
     return _run(command, deadline_s, cwd).stdout
 
 
 def run_to(log: Path, command: Sequence[str | Path], *, deadline_s: float, cwd: Path | None = None) -> int:
-    """Its exit status; what it prints goes to `log`. Raises Unavailable, KmodError when it takes too long."""
+    """Run a program with output to `log` and return its exit status. Raises Unavailable, KmodError."""
     words = _words(command)
     with log.open("wb") as out, _started(words, cwd, out) as process:
         try:
             return process.wait(timeout=deadline_s)
         except subprocess.TimeoutExpired:
-            raise KmodError(f"{words[0]} took more than {deadline_s:g} s, see {log}") from None
+            raise KmodError(f"{words[0]} took more than {deadline_s:g} s; see {log}") from None
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a lost terminal are not heard: half of what is done here is no driver at all."""
+    """Ignore Ctrl-C, SIGTERM and the loss of the terminal: a half-done step would leave no driver at all."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:
@@ -70,8 +70,9 @@ def undisturbed() -> Iterator[None]:
 
 
 def end_when_told() -> None:
-    """SIGTERM and a terminal that goes raise SystemExit from now on, so that what was started is ended and
-    half-made folders go."""
+    """Raise SystemExit on SIGTERM and the loss of the terminal from now on.
+
+    Child processes are ended and incomplete folders are removed then."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _end)
@@ -102,7 +103,7 @@ def _words(command: Sequence[str | Path]) -> list[str]:
 
 
 def _named(words: Sequence[str]) -> str:
-    """The program, where env starts it."""
+    """Return the program, also if env starts it."""
     if words[0] != "env":
         return words[0]
     return next((word for word in words[1:] if "=" not in word), "env")
@@ -112,9 +113,9 @@ def _named(words: Sequence[str]) -> str:
 def _started(
     words: Sequence[str], cwd: Path | None, out: int | IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """In a session of its own, killed when the block raises: make's children outlive it otherwise.
+    """Start in a new session and kill it when the block raises: make's children would outlive it otherwise.
 
-    It has what may be inherited: a lock is held until it has ended, too, when this program is killed.
+    Descriptors are inherited, so a lock is held until the child's end, even if this program is killed.
     """
     with subprocess.Popen(
         words,
@@ -133,7 +134,7 @@ def _started(
 
 
 def at_least_one(text: str) -> int:
-    """For argparse: how many at once."""
+    """Convert a number of parallel jobs, for argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
@@ -143,7 +144,7 @@ def at_least_one(text: str) -> int:
 def parsed(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace | int:
-    """What was given; or the status to end with, for it was not right, or was --help."""
+    """Parse the arguments, or return the exit status after an error or --help."""
     try:
         return parser.parse_args(arguments)
     except SystemExit as end:
@@ -151,7 +152,7 @@ def parsed(
 
 
 def finished(status: int) -> int:
-    """What was printed reaches somebody, or the status says that it did not."""
+    """Flush the output, and change the status if it cannot be written."""
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Fetches the driver's source from Debian's suites, with an apt state of its own.
+"""Download of the driver's source from Debian's suites, with a private apt state.
 
-The package holds the driver's build tree, as DKMS gets it, with the core objects that its vendor compiled.
+The package holds the driver's build tree, as DKMS gets it, with the core objects that the vendor compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAME = re.compile(r"[a-z][a-z0-9.-]*")
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A required one that is gone is an error; of the others it is said that they are gone."""
+    """A Debian suite. The absence of a required one is an error; the absence of others is reported."""
 
     name: str
     required: bool
@@ -45,7 +45,7 @@ SUITES = (
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """An unpacked driver source: `version` as Debian numbers it, `tree` not to be changed."""
+    """An unpacked driver source: `version` in Debian's numbering; `tree` must not be changed."""
 
     suite: str
     version: str
@@ -53,23 +53,21 @@ class Fetched:
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/mpsd-kmod, or ~/.cache/mpsd-kmod. Raises KmodError where there is no home."""
+    """Return $XDG_CACHE_HOME/mpsd-kmod, or ~/.cache/mpsd-kmod. Raises KmodError without a home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpsd-kmod"
     except RuntimeError as error:
-        raise KmodError(
-            f"no folder for the cache: {error} Set XDG_CACHE_HOME, or name one: --cache"
-        ) from error
+        raise KmodError(f"no folder for the cache: {error} Set XDG_CACHE_HOME, or use --cache") from error
 
 
 def fetch(suite: str, cache: Path, apt_folder: Path = aptsources.ARCHIVE) -> Fetched:
-    """The source that a suite has today, from the cache if it is there.
+    """Return a suite's present source, from the cache if possible.
 
     Raises Unavailable, KmodError, and OSError with the cache's file.
     """
     if not NAME.fullmatch(suite):
         known = ", ".join(each.name for each in SUITES)
-        raise KmodError(f"{suite!r} is no name of a suite of Debian's; tested are {known}")
+        raise KmodError(f"{suite!r} is not the name of a Debian suite; tested suites: {known}")
     state = cache / "apt" / suite
     stanza = aptsources.derive(aptsources.debian(aptsources.read(apt_folder)), suite)
     with alone(state, LOCK_DEADLINE_S):
@@ -86,7 +84,7 @@ def fetch(suite: str, cache: Path, apt_folder: Path = aptsources.ARCHIVE) -> Fet
 
 
 def private_state(folder: Path, stanza: str) -> list[str]:
-    """Makes an apt state that knows one stanza; the options with which apt uses it and no other."""
+    """Create an apt state with one stanza and return the options that make apt use only that state."""
     for part in ("lists/partial", "cache/archives/partial"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     source = folder / "suite.sources"

@@ -1,9 +1,9 @@
-"""What DKMS is told: how to build the driver's whole set of modules, and where they come to lie.
+"""Instructions for DKMS: build the driver's whole set of modules, and install them in a folder of ours.
 
-DKMS alone decides in which folder it installs: updates/dkms on Debian and Ubuntu, extra on Red Hat, whatever
-the configuration says. The driver's own modules lie there too, under the same names: they would be written
-over. So DKMS installs ours under other names, and a script that it runs before its depmod moves them to a
-folder of ours, under the names that the distribution's settings know.
+DKMS alone chooses its install folder: updates/dkms on Debian and Ubuntu, extra on Red Hat, whatever the
+configuration says. The driver's own modules are there under the same names and would be overwritten. So DKMS
+installs ours under other names. A script that DKMS runs before its depmod moves them to a folder of ours,
+under the names that the distribution's settings use.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kmod.source import PACKAGE
 from kmod.tree import Tree
 
 FOLDER = "mpsd"
-"""Below the source folder: our scripts, and the driver's own dkms.conf."""
+"""Folder below the source folder, for our scripts and the driver's own dkms.conf."""
 
 KNOWN = ("nvidia", "nvidia-uvm", "nvidia-modeset", "nvidia-drm", "nvidia-peermem")
 NEEDED = frozenset({"nvidia", "nvidia-uvm"})
 PREFIX = "mpsd-"
-"""Before the names that DKMS installs under."""
+"""Prefix of the names under which DKMS installs."""
 
 CONFIGURATION_DEADLINE_S = 30.0
 BUILD_DEADLINE_S = 3600.0
@@ -41,13 +41,13 @@ CLEAN="true"
 {names}"""
 
 CONFIGURATION = """\
-# Written by mpsd-kmod; mpsd-kmod uninstall removes it, and all that was made with it.
+# Written by mpsd-kmod; mpsd-kmod uninstall removes it and everything built with it.
 {base}
 PACKAGE_NAME="{package}"
 PACKAGE_VERSION="{version}"
 AUTOINSTALL="yes"
 NO_WEAK_MODULES="yes"
-# Not for a kernel that comes when the driver itself has gone or is another one.
+# Not for a new kernel after the driver itself was removed or replaced.
 [ -e {vendor} ] || AUTOINSTALL=
 for index in "${{!BUILT_MODULE_NAME[@]}}"; do
     DEST_MODULE_NAME[$index]="{prefix}${{DEST_MODULE_NAME[$index]:-${{BUILT_MODULE_NAME[$index]}}}}"
@@ -60,8 +60,8 @@ POST_REMOVE="{folder}/take-out $kernelver"
 
 BEFORE_BUILD = """\
 #!/bin/sh
-# dkms runs this in its copy of the source: what the driver needs to build for some kernels only is decided by
-# the headers of this one.
+# dkms runs this in its copy of the source. The headers of this kernel decide whether the driver needs changes
+# to build.
 set -eu
 headers=$1
 shift
@@ -80,12 +80,12 @@ fi
 
 PLACE = """\
 #!/bin/sh
-# dkms runs this when it has installed, before depmod. Copies beside first: what is under the names is whole.
+# dkms runs this after installing, before depmod. Copy first and rename, so that names have complete files.
 set -eu
 [ -n "$1" ]
 kernel={modules}/$1
 target=$kernel/{location}
-# dkms does not ask how this ended, and indexes what it installed: with the driver's own that would be a mix.
+# dkms ignores this exit status and indexes what it installed: mixed with the driver's own modules.
 gone() {{
     status=$?
     [ $status -ne 0 ] || return 0
@@ -113,7 +113,7 @@ for name in {names}; do
 done
 """
 
-# A compressed file cannot be signed, and the kernel loads others just as well.
+# A compressed file cannot be signed, and the kernel loads uncompressed files as well.
 SIGN = """\
     case $made in
     *.xz) xz -dc "$made.new" >"$target/$name.ko.plain" ;;
@@ -133,7 +133,7 @@ SIGN = """\
 
 TAKE_OUT = """\
 #!/bin/sh
-# dkms runs this when it has removed what it installed, before depmod.
+# dkms runs this after it has removed what it installed, before depmod.
 set -eu
 [ -n "$1" ]
 kernel={modules}/$1
@@ -146,28 +146,29 @@ done
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """What the build calls it, and the file's name under which the distribution installs it; without .ko."""
+    """A module: its name in the build, and the name of its installed file, both without .ko."""
 
     built: str
     installed: str
 
     @property
     def kernel_name(self) -> str:
-        """As /proc/modules has it."""
+        """Name in /proc/modules."""
         return self.built.replace("-", "_")
 
 
 def module_set(tree: Tree) -> tuple[Module, ...]:
-    """What the driver's own dkms.conf builds; by its folders where that is a form to fill in, or missing."""
+    """Return the modules in the driver's own dkms.conf, or in its folders if that is a template or
+    missing."""
     found = _configured(tree) or tuple(Module(name, name) for name in KNOWN if (tree.root / name).is_dir())
     missing = NEEDED - {module.built for module in found}
     if missing:
-        raise KmodError(f"{tree.root}/dkms.conf builds no {' and no '.join(sorted(missing))}")
+        raise KmodError(f"{tree.root}/dkms.conf does not build {' and '.join(sorted(missing))}")
     return found
 
 
 def _configured(tree: Tree) -> tuple[Module, ...]:
-    """The file is a shell script, which dkms runs as root: so does this, when it is to be built with."""
+    """Evaluate dkms.conf, a shell script that dkms runs as root, and so does this when it is to be built."""
     path = tree.root / "dkms.conf"
     if not path.is_file() or "__DKMS_MODULES" in read(path):
         return ()
@@ -181,9 +182,10 @@ def _configured(tree: Tree) -> tuple[Module, ...]:
 
 
 def configuration(tree: Tree, modules: Sequence[Module], vendor: Path) -> str:
-    """dkms.conf. `vendor`: the folder of the driver's own source, without which no new kernel gets ours."""
+    """Return dkms.conf. `vendor`: the driver's own source folder; without it no new kernel gets our
+    modules."""
     if _configured(tree):
-        # Its flags are what the distribution found to be needed here.
+        # The distribution's flags, which may be needed on this machine.
         base = f'. "${{BASH_SOURCE[0]%/*}}/{FOLDER}/driver-dkms.conf"'
     else:
         names = "".join(f'BUILT_MODULE_NAME[{i}]="{module.built}"\n' for i, module in enumerate(modules))
@@ -202,7 +204,7 @@ def configuration(tree: Tree, modules: Sequence[Module], vendor: Path) -> str:
 def write_configuration(
     tree: Tree, modules: Sequence[Module], vendor: Path, machine: Machine, key: Key | None
 ) -> None:
-    """Puts dkms.conf and our scripts into a source folder, `tree`. Raises KmodError."""
+    """Write dkms.conf and our scripts into a source folder, `tree`. Raises KmodError."""
     folder = tree.root / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -239,7 +241,7 @@ def write_program(path: Path, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Dkms:
-    """The dkms command, and what its tree says of our package."""
+    """The dkms command, and the state of our package in its tree."""
 
     machine: Machine
 
@@ -248,7 +250,7 @@ class Dkms:
         return self.machine.dkms_tree / PACKAGE
 
     def versions(self) -> list[str]:
-        """All that are registered, half ones too."""
+        """Return all registered versions, incomplete ones too."""
         if not self.tree.is_dir():
             return []
         return sorted(path.name for path in self.tree.iterdir() if path.is_dir() and not path.is_symlink())
@@ -257,7 +259,7 @@ class Dkms:
         return (self.tree / version / "source").exists()
 
     def kernels(self, version: str) -> list[str]:
-        """Those that it is active for."""
+        """Return the kernels for which it is active."""
         links = self.tree.glob("kernel-*") if self.tree.is_dir() else ()
         found = [Path(link.readlink()).parts for link in links if link.is_symlink()]
         return sorted(parts[1] for parts in found if len(parts) >= 3 and parts[0] == version)
@@ -266,7 +268,7 @@ class Dkms:
         self._run("add", version)
 
     def build(self, version: str, release: str) -> None:
-        """Raises KmodError with the end of the log."""
+        """Build for a kernel. Raises KmodError with the end of the log."""
         try:
             self._run("build", version, "-k", release, *self._headers(release), deadline_s=BUILD_DEADLINE_S)
         except KmodError as error:
@@ -276,12 +278,12 @@ class Dkms:
         self._run("install", version, "-k", release, "--no-depmod", *self._headers(release))
 
     def forget(self, version: str) -> None:
-        """Removes it for all kernels, and what a broken-off run left of it. depmod is the caller's."""
+        """Remove a version for all kernels, with remains of interrupted runs. The caller runs depmod."""
         for release in self.kernels(version):
             try:
                 self._run("uninstall", version, "-k", release, "--no-depmod")
             except KmodError:
-                pass  # Half of it is there: the rest goes below, and `take-out`'s work is the caller's too.
+                pass  # An incomplete version: removed below, and the caller does `take-out`'s work.
         for link in self.tree.glob("kernel-*") if self.tree.is_dir() else ():
             if link.is_symlink() and link.readlink().parts[:1] == (version,):
                 link.unlink()
@@ -290,7 +292,7 @@ class Dkms:
             self.tree.rmdir()
 
     def forget_build(self, version: str, release: str) -> None:
-        """What was built for one kernel and is not active: whole or half."""
+        """Remove an inactive build for one kernel, complete or not."""
         shutil.rmtree(self.tree / version / release, ignore_errors=True)
         shutil.rmtree(self.tree / version / "build", ignore_errors=True)
 
@@ -312,7 +314,7 @@ class Dkms:
         if not self.machine.real:
             where += ["--dkmstree", str(self.machine.dkms_tree), "--sourcetree", str(self.machine.sources)]
             where += ["--installtree", str(self.machine.modules)]
-            # It would make a key of its own in the machine's /var/lib/dkms.
+            # dkms would create a key of its own in the machine's /var/lib/dkms.
             where = ["env", "sign_file=/nonexistent", "dkms", *where]
         else:
             where = ["dkms"]

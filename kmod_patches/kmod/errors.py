@@ -1,4 +1,4 @@
-"""What can go wrong, in words for the person who asked."""
+"""Errors, worded for the user of the command."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ NAME = "mpsd-kmod"
 
 
 def program() -> str:
-    """As the user called it, for what he is told to do next."""
+    """Return the program's name as the user called it, for advice."""
     called = sys.argv[0] if sys.argv else ""
     return called if Path(called).name == NAME else NAME
 
 
 def text_of(error: Exception) -> str:
-    """An OSError's as well: it names the file, or that it was none."""
+    """Return the text of an error. For an OSError it names the file, or standard output."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     return f"{error.filename or 'standard output'}: {error.strerror}"
 
 
 class KmodError(Exception):
-    """It cannot be done; the text says why and what was left as it was."""
+    """The request cannot be carried out; the text states the reason and what was left unchanged."""
 
 
 class UnknownTree(KmodError):
-    """The folder is no driver source that the patch knows how to read. Nothing was changed."""
+    """The folder is no driver source that the patch supports. Nothing was changed."""
 
 
 class HookMismatch(KmodError):
-    """The semantic patch did not do in this source what it must. Nothing was changed."""
+    """The semantic patch did not make the required changes in this source. Nothing was changed."""
 
 
 class ChangedSince(KmodError):
-    """A file is neither as the driver had it nor as the patch left it. Nothing was changed."""
+    """A file is neither in the driver's state nor in the patched state. Nothing was changed."""
 
 
 class Unavailable(KmodError):
-    """A suite or a tool is not to be had here."""
+    """A suite or a tool is unavailable here."""
 
 
 class InUse(KmodError):
-    """The driver's modules are loaded, and what was asked for would change them. Nothing was changed."""
+    """The driver's modules are loaded, and the request would change them. Nothing was changed."""
 
     def __init__(self, text: str, used: Use) -> None:
         self.text, self.used = text, used

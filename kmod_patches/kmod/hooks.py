@@ -1,7 +1,7 @@
-"""Puts the patch into a driver source and takes it out again, to the byte.
+"""Apply the patch to a driver source and reverse it, byte for byte.
 
-What the driver's files were is kept in the tree, with the digests of both states, before the first of them
-is written: so a tree in which the work was broken off is known as such and can be put back.
+The driver's original files are kept in the tree, with the digests of both states, before the first file is
+written. So an interrupted run is recognised and can be reversed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ FORMAT = 1
 class State(enum.Enum):
     CLEAN = "clean"
     APPLIED = "applied"
-    OUTDATED = "applied, from other sources of the patch than these"
+    OUTDATED = "applied from other sources of the patch than these"
     BROKEN_OFF = "half applied"
     CHANGED = "changed since it was applied"
-    FOREIGN = "has hooks that were not put in by this program"
+    FOREIGN = "has hooks that another program applied"
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """What is to be put in: the changes of the driver's files and the files beside them."""
+    """The changes of driver files, and the files to add beside them."""
 
     changes: tuple[Change, ...]
     files: tuple[Path, ...]
@@ -47,8 +47,8 @@ class Patch:
 
 
 @dataclass(frozen=True, slots=True)
-class Notes:
-    """What was done to a tree: {file: (digest before, digest after)}, and the names of files that joined."""
+class PatchRecord:
+    """Record of a patched tree: {file: (digest before, digest after)}, and the names of added files."""
 
     patch: str
     files: Mapping[str, tuple[str, str]]
@@ -60,7 +60,7 @@ def whole_patch(mends: Iterable[Change] = ()) -> Patch:
 
 
 def state(tree: Tree, patch: Patch) -> State:
-    """How a tree stands to the patch. Raises KmodError when notes or files cannot be read."""
+    """Return the patch's state in a tree. Raises KmodError if records or files cannot be read."""
     missing = [hook.file for hook in HOOKS if not (tree.root / hook.file).is_file()]
     if missing:
         raise UnknownTree(
@@ -78,23 +78,23 @@ def state(tree: Tree, patch: Patch) -> State:
 
 
 def apply(tree: Tree, patch: Patch, patcher: Patcher = spatch) -> bool:
-    """False if it is applied already. Raises KmodError, and then nothing was put in.
+    """Apply the patch. Return False if it is applied already. Raises KmodError, and then applies nothing.
 
-    What an earlier version of the patch, or a run that was broken off, left is taken out before. Another run
-    in the tree is waited for.
+    Remains of an earlier version of the patch or of an interrupted run are removed first. Waits for another
+    run in the tree.
     """
     with alone(tree.root, LOCK_DEADLINE_S):
         return apply_alone(tree, patch, patcher)
 
 
 def apply_alone(tree: Tree, patch: Patch, patcher: Patcher = spatch) -> bool:
-    """The same by who is alone in the tree."""
+    """Apply the patch, for a caller that holds the tree's lock."""
     stands = state(tree, patch)
     if stands is State.APPLIED:
         return False
     if stands is State.FOREIGN:
         raise UnknownTree(
-            f"{tree.root} {stands.value}: without notes on what the files were it cannot be put back. "
+            f"{tree.root} {stands.value}: without a record of the original files they cannot be restored. "
             "Take a fresh copy of the driver's source."
         )
     if stands is not State.CLEAN:
@@ -105,7 +105,7 @@ def apply_alone(tree: Tree, patch: Patch, patcher: Patcher = spatch) -> bool:
 
 
 def try_patch(tree: Tree, patch: Patch, patcher: Patcher = spatch) -> None:
-    """Raises KmodError where apply() would, and changes nothing."""
+    """Raise KmodError if apply() would, without any change."""
     stands = state(tree, patch)
     if stands in (State.FOREIGN, State.CHANGED):
         raise UnknownTree(f"{tree.root} {stands.value}")
@@ -114,7 +114,7 @@ def try_patch(tree: Tree, patch: Patch, patcher: Patcher = spatch) -> None:
 
 
 def reverse(tree: Tree) -> bool:
-    """Puts back what the driver's files were; False if there is nothing to. Raises ChangedSince."""
+    """Restore the driver's files. Return False if nothing is applied. Raises ChangedSince."""
     with alone(tree.root, LOCK_DEADLINE_S):
         return _reverse(tree)
 
@@ -123,17 +123,17 @@ def _reverse(tree: Tree) -> bool:
     notes = _read_notes(tree)
     if notes is None:
         if _hooked(tree):
-            raise UnknownTree(f"{tree.root} {State.FOREIGN.value}; it has no notes to put it back by")
+            raise UnknownTree(f"{tree.root} {State.FOREIGN.value}; it has no record of the original files")
         return False
     other = [name for name, digests in notes.files.items() if _stand(tree.root / name, digests) == "other"]
     if other:
         raise ChangedSince(f"{', '.join(sorted(other))} in {tree.root}: {State.CHANGED.value}")
     for name in notes.files:
-        # Not with its old time: make would keep an object that was compiled from the patched file.
+        # Not with its old time: make would keep an object compiled from the patched file.
         _replace(tree.root / name, read(tree.root / ORIGINALS / name))
     for name in notes.joined:
         (tree.root / name).unlink(missing_ok=True)
-    # First: without them what is left there is rubbish, and the tree is clean.
+    # First the notes: without them the remains are unused files, and the tree is clean.
     (tree.root / NOTES).unlink()
     shutil.rmtree(tree.root / KEPT)
     return True
@@ -148,7 +148,7 @@ def _write(tree: Tree, patch: Patch, texts: Mapping[str, str]) -> None:
         shutil.copy2(tree.root / name, original)
         digests[name] = (_digest(original.read_bytes()), _digest(text.encode("latin-1")))
     joined = {f"nvidia-uvm/{path.name}": path for path in patch.files}
-    _write_notes(tree, Notes(patch.digest(), digests, tuple(joined)))
+    _write_notes(tree, PatchRecord(patch.digest(), digests, tuple(joined)))
     for name, path in joined.items():
         shutil.copyfile(path, tree.root / name)
     for name, text in texts.items():
@@ -162,27 +162,27 @@ def _replace(path: Path, text: str) -> None:
     os.replace(beside, path)
 
 
-def _write_notes(tree: Tree, notes: Notes) -> None:
+def _write_notes(tree: Tree, notes: PatchRecord) -> None:
     value = {"format": FORMAT, "patch": notes.patch, "files": dict(notes.files), "joined": list(notes.joined)}
     beside = tree.root / NOTES.with_suffix(".new")
     beside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     os.replace(beside, tree.root / NOTES)
 
 
-def _read_notes(tree: Tree) -> Notes | None:
+def _read_notes(tree: Tree) -> PatchRecord | None:
     path = tree.root / NOTES
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if value["format"] != FORMAT:
-            raise KmodError(f"{path} is of format {value['format']}, which this program does not know")
+            raise KmodError(f"{path} has format {value['format']}, which this program does not support")
         files = {str(name): (str(pair[0]), str(pair[1])) for name, pair in value["files"].items()}
-        return Notes(str(value["patch"]), files, tuple(map(str, value["joined"])))
+        return PatchRecord(str(value["patch"]), files, tuple(map(str, value["joined"])))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
         raise KmodError(
-            f"{path} cannot be read ({error}). Take a fresh copy of the driver's source; "
-            f"what the patched files were is in {tree.root / ORIGINALS}"
+            f"cannot read {path} ({error}). Take a fresh copy of the driver's source; "
+            f"the original files are in {tree.root / ORIGINALS}"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Which functions of the driver compile to other instructions with the hooks in than without.
+"""Functions of the driver that compile to other instructions with the hooks than without.
 
-Both texts are compiled as the build did it, without line numbers in them, and their disassembly is compared.
-All other functions, the path of every fault that can be served among them, are the stock ones.
+Both texts are compiled with the build's command, without line numbers, and their disassembly is compared. All
+other functions, among them the path of every serviceable fault, are the stock ones.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kmod.tree import Tree
 DEADLINE_S = 120.0
 NO_LINES = ("-g0", "-Wno-builtin-macro-redefined", "-D__LINE__=0", '-D__FILE__="x"', "-w")
 FUNCTION = re.compile(r"<([^>]+)>:")
-# Where a string or a table lies in its section says nothing about the function that uses it.
+# The offset of a string or table in its section is irrelevant for the function that uses it.
 PLACE = re.compile(r"(R_X86_64_\w+\s+\.[\w.]+)[+-]0x[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """How many functions the hooked files have, and those that differ: (name, instructions before, after)."""
+    """Number of functions in the hooked files, and those that differ: (name, instructions before, after)."""
 
     functions: int
     changed: tuple[tuple[str, int, int], ...]
 
 
 def compare(tree: Tree, for_kernel: Kernel, modules: Path) -> Sites:
-    """Of a tree that was built with the patch. Raises KmodError."""
+    """Compare a tree that was built with the patch. Raises KmodError."""
     folder = modules / for_kernel.release / "build"
     functions, changed = 0, []
     for hook in HOOKS:
@@ -51,7 +51,7 @@ def compare(tree: Tree, for_kernel: Kernel, modules: Path) -> Sites:
 
 
 def _disassembly(arguments: list[str], text: Path, place: Path, folder: Path) -> dict[str, list[str]]:
-    """Of `text`, as if it lay at `place`: a function's name to its instructions."""
+    """Return the disassembly of `text`, compiled as if it were at `place`: function name to instructions."""
     with tempfile.TemporaryDirectory(prefix="mpsd-kmod-") as made:
         made_object = Path(made) / "x.o"
         kept = arguments[: arguments.index("-c")]
@@ -71,7 +71,7 @@ def _disassembly(arguments: list[str], text: Path, place: Path, folder: Path) ->
 
 
 def functions_of(listing: str) -> dict[str, list[str]]:
-    """What objdump printed, by function."""
+    """Split objdump's output by function."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in map(str.strip, listing.splitlines()):

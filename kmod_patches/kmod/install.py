@@ -1,7 +1,7 @@
-"""Installs the patched modules beside the driver's own, and takes them out again, in steps.
+"""Steps that install the patched modules beside the driver's own, and that remove them.
 
-What is to be done is found from what is there, not from notes on what was done: a run that was killed in the
-middle is finished, or undone, by the next one. The driver's own files are never moved, changed or removed.
+The steps follow from the present state, not from records of earlier runs. The next run completes or reverts
+an interrupted one. The driver's own files are never moved, changed or removed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ FORMAT = 1
 BUILDING = ("spatch", "make", "gcc")
 INSTALLING = ("dkms", "depmod", "modprobe")
 
-# The copy, dkms' copy, what it compiles from that (debug information and all), and the stripped modules.
+# The copy, dkms' copy, the compiled objects (with debug information), and the stripped modules.
 SPACE_FACTOR = 5
 SHOW_DEADLINE_S = 60.0
-HEADER = "# Written by mpsd-kmod, which also removes it: the patched modules come before the stock ones.\n"
-# What a build leaves is for another kernel or with another patch.
+HEADER = "# Written by mpsd-kmod, which also removes it: prefer the patched modules to the stock modules.\n"
+# Remains of a build belong to another kernel or another patch.
 BUILT = shutil.ignore_patterns("*.ko", "*.o", "*.mod", "*.mod.c", ".*.cmd", "conftest", "Module.symvers")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`text` is what it does, as an order."""
+    """One step. `text`: its description, in the imperative."""
 
     text: str
     act: Callable[[], object]
@@ -52,7 +52,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a source folder of ours was made from, and what it makes. Without it the folder is a half."""
+    """Inputs and outputs of a source folder of ours. A folder without it is incomplete."""
 
     version: str
     vendor: str
@@ -78,8 +78,8 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What somebody wants installed."""
+class InstallRequest:
+    """A requested installation."""
 
     tree: Tree
     kernel: Kernel
@@ -93,15 +93,15 @@ def perform(steps: Iterable[Step], say: Callable[[str], None]) -> None:
 
 
 def require_programs(*more: str) -> None:
-    """Raises Unavailable for what is missing to put the patch in and build, and for the others named."""
+    """Raise Unavailable if a program for patching or building, or one of `more`, is missing."""
     missing = [PACKAGES.get(name, name) for name in (*BUILDING, *more) if not _have(name)]
     if missing:
         packages = " ".join(sorted(set(missing)))
         raise Unavailable(f"missing here: {packages}; apt-get install {packages} (or your distribution's)")
 
 
-def require(machine: Machine, wish: Wish) -> None:
-    """Raises KmodError for what is missing to build, before anything is done."""
+def require(machine: Machine, wish: InstallRequest) -> None:
+    """Raise KmodError if something that the build needs is missing, before anything is done."""
     require_programs(*INSTALLING)
     secureboot.require(machine, wish.key)
     if wish.key:
@@ -110,7 +110,7 @@ def require(machine: Machine, wish: Wish) -> None:
     for folder in (machine.sources, machine.dkms_tree.parent, machine.modules):
         free = shutil.disk_usage(folder).free if folder.is_dir() else need
         if free < need:
-            raise KmodError(f"{folder} has {free >> 20} MiB free, and the build needs about {need >> 20} MiB")
+            raise KmodError(f"{folder} has {free >> 20} MiB free, but the build needs about {need >> 20} MiB")
 
 
 def _have(name: str) -> bool:
@@ -118,7 +118,7 @@ def _have(name: str) -> bool:
 
 
 def refuse_in_use(used: Use, what: str, remedy: str) -> None:
-    """Raises InUse while a module of the driver's is loaded: one loaded later would be of the other build."""
+    """Raise InUse while a driver module is loaded: modules loaded later would be of the other build."""
     if used.loaded:
         raise InUse(f"the driver's modules are loaded, so {what}; {remedy}", used)
 
@@ -127,12 +127,12 @@ def folder_of(machine: Machine, version: str) -> Path:
     return machine.sources / f"{PACKAGE}-{version}"
 
 
-def digest(wish: Wish, machine: Machine) -> str:
-    """Of all that decides what is built, but the kernel: the driver's source, the patch, the key."""
+def digest(wish: InstallRequest, machine: Machine) -> str:
+    """Return a digest of everything that decides the build, except the kernel: source, patch, key."""
     total = hashlib.sha256(hooks.whole_patch().digest().encode())
     key = f"{wish.key.private} {wish.key.certificate}" if wish.key else ""
     total.update(f"{key}\0{machine.root}\0".encode())
-    # What we write there is part of it: a newer mpsd-kmod may write otherwise.
+    # Includes the scripts written here, because a newer mpsd-kmod may write others.
     for writer in (dkms, bootguard):
         total.update(Path(str(writer.__file__)).read_bytes())
     for path in sorted(wish.tree.root.rglob("*")):
@@ -142,8 +142,8 @@ def digest(wish: Wish, machine: Machine) -> str:
     return total.hexdigest()
 
 
-def _wanted(machine: Machine, wish: Wish) -> Manifest:
-    """Reads the whole source of the driver."""
+def _wanted(machine: Machine, wish: InstallRequest) -> Manifest:
+    """Return the wanted manifest. Reads the driver's whole source."""
     tree = wish.tree
     return Manifest(tree.version, str(tree.root), digest(wish, machine), module_set(tree))
 
@@ -153,8 +153,8 @@ def _fresh(machine: Machine, wanted: Manifest) -> bool:
     return found is not None and found.digest == wanted.digest
 
 
-def replaces(machine: Machine, wish: Wish) -> bool:
-    """Whether what there is of another driver or another patch goes first: a kernel would mix them."""
+def replaces(machine: Machine, wish: InstallRequest) -> bool:
+    """Return whether a build of another driver or patch must be removed first: a kernel would mix both."""
     return _replaced_by(machine, _wanted(machine, wish))
 
 
@@ -162,8 +162,8 @@ def _replaced_by(machine: Machine, wanted: Manifest) -> bool:
     return _others(machine, wanted.version) or (not _fresh(machine, wanted) and _remains(machine))
 
 
-def plan_install(machine: Machine, wish: Wish) -> list[Step]:
-    """What is left to do; nothing where all is there."""
+def plan_install(machine: Machine, wish: InstallRequest) -> list[Step]:
+    """Return the remaining steps; none if everything is installed."""
     wanted = _wanted(machine, wish)
     version, folder = wanted.version, folder_of(machine, wanted.version)
     if _replaced_by(machine, wanted):
@@ -179,13 +179,13 @@ def plan_install(machine: Machine, wish: Wish) -> list[Step]:
     return _build_steps(machine, wish, wanted)
 
 
-def _source_step(machine: Machine, wish: Wish, manifest: Manifest) -> Step:
+def _source_step(machine: Machine, wish: InstallRequest, manifest: Manifest) -> Step:
     folder = folder_of(machine, manifest.version)
-    text = f"copy {wish.tree.root} to {folder} and put the patch in"
+    text = f"copy {wish.tree.root} to {folder} and apply the patch"
     return Step(text, partial(_make_source, machine, wish, manifest))
 
 
-def _build_steps(machine: Machine, wish: Wish, manifest: Manifest) -> list[Step]:
+def _build_steps(machine: Machine, wish: InstallRequest, manifest: Manifest) -> list[Step]:
     version, release, tool = manifest.version, wish.kernel.release, Dkms(machine)
     settings = machine.depmod_settings
     return [
@@ -199,7 +199,7 @@ def _build_steps(machine: Machine, wish: Wish, manifest: Manifest) -> list[Step]
         ),
         Step(f"depmod {release}", partial(machine.depmod, release)),
         Step(
-            "look whether modprobe finds them and their symbol versions agree",
+            "check that modprobe finds them and that their symbol versions agree",
             partial(check, machine, release, manifest.modules),
         ),
     ]
@@ -215,15 +215,15 @@ def settings_text(modules: Sequence[Module]) -> str:
 
 
 def plan_uninstall(machine: Machine) -> list[Step]:
-    """What is left to undo; nothing where nothing of ours is."""
+    """Return the remaining steps of removal; none if nothing of ours is installed."""
     tool, settings, releases = Dkms(machine), machine.depmod_settings, kernels(machine)
-    # First and at once: a reboot in what follows must find the driver's own modules, not names without files.
+    # First and at once: a reboot during removal must find the driver's own modules, not names without files.
     steps = [
-        Step(f"put {machine.ours(release)} aside; depmod {release}", partial(put_aside, machine, release))
+        Step(f"disable {machine.ours(release)}; depmod {release}", partial(put_aside, machine, release))
         for release in releases
     ]
     steps += [
-        Step(f"dkms: forget {PACKAGE}/{version}", partial(tool.forget, version))
+        Step(f"dkms: remove {PACKAGE}/{version}", partial(tool.forget, version))
         for version in tool.versions()
     ]
     if any(files(machine, release) for release in releases):
@@ -233,16 +233,17 @@ def plan_uninstall(machine: Machine) -> list[Step]:
         steps.append(Step(f"remove {settings}", settings.unlink))
     if bootguard.remains(machine):
         steps.append(Step(f"remove {bootguard.unit(machine)}", partial(bootguard.remove, machine)))
-    # Once more for each that it may have been broken off in: modules.dep still names ours then.
+    # Repeat for kernels of an interrupted removal: modules.dep still names our modules then.
     steps += [Step(f"depmod {release}", partial(machine.depmod, release)) for release in releases]
     steps += [Step(f"remove {folder}", partial(shutil.rmtree, folder)) for folder in own_folders(machine)]
     return steps
 
 
 def roll_back(machine: Machine, release: str, say: Callable[[str], None]) -> Path | None:
-    """After an install that failed: DKMS would try it again with every kernel that comes.
+    """Revert a failed install, because DKMS would retry it with every new kernel.
 
-    Where ours are whole for other kernels, only what was for this one goes. The copy of the build's log.
+    If other kernels have complete modules of ours, only this kernel's are removed. Returns the copy of the
+    build's log.
     """
     tool, kept = Dkms(machine), None
     for log in machine.dkms_tree.glob(f"{PACKAGE}/*/build/make.log"):
@@ -258,7 +259,7 @@ def roll_back(machine: Machine, release: str, say: Callable[[str], None]) -> Pat
     if not others:
         perform(plan_uninstall(machine), say)
         return kept
-    say(f"remove what was made for {release}; {', '.join(kernel for _, kernel in others)} keeps ours")
+    say(f"remove the build for {release}; {', '.join(kernel for _, kernel in others)} keep them")
     for version in {version for version, _ in others}:
         _drop(machine, version, release)
     machine.depmod(release)
@@ -266,7 +267,7 @@ def roll_back(machine: Machine, release: str, say: Callable[[str], None]) -> Pat
 
 
 def _drop(machine: Machine, version: str, release: str) -> None:
-    """What there is for one kernel, whole or half; depmod is the caller's."""
+    """Remove the modules of one kernel, complete or not. The caller runs depmod."""
     tool = Dkms(machine)
     remove_files(machine, [release])
     for link in tool.tree.glob(f"kernel-{release}-*"):
@@ -275,7 +276,7 @@ def _drop(machine: Machine, version: str, release: str) -> None:
 
 
 def check(machine: Machine, release: str, modules: Sequence[Module]) -> None:
-    """That modprobe takes ours, all of them, and the kernel them together. Raises KmodError."""
+    """Check that modprobe finds all our modules and that they fit together. Raises KmodError."""
     found = {module.built: resolved(machine, release, module.installed) for module in modules}
     astray = {
         built: path
@@ -294,18 +295,18 @@ def check(machine: Machine, release: str, modules: Sequence[Module]) -> None:
 
 
 def lies_in_ours(machine: Machine, release: str, path: Path | None) -> bool:
-    """Whether modprobe's answer lies in our folder; some distributions' calls that /usr/lib/modules."""
+    """Return whether modprobe's answer is in our folder; some distributions' says /usr/lib/modules."""
     return path is not None and path.parent.resolve() == machine.ours(release).resolve()
 
 
 def _where(path: Path | None) -> str:
     if path is None:
-        return "found nowhere"
-    return str(path) if path.is_file() else f"{path}, which is gone"
+        return "not found"
+    return str(path) if path.is_file() else f"{path}, which does not exist"
 
 
 def resolved(machine: Machine, release: str, name: str) -> Path | None:
-    """The file that modprobe would load for a name, whatever the machine's own modprobe settings say."""
+    """Return the file that modprobe would load for a name, regardless of the machine's modprobe settings."""
     where = [] if machine.real else ["-d", str(machine.root)]
     try:
         said = run(
@@ -337,15 +338,15 @@ def _register(tool: Dkms, version: str) -> None:
 
 
 def _build(machine: Machine, version: str, release: str) -> None:
-    """From the beginning: what an earlier run left may be a half."""
-    # It takes minutes, in which modprobe must not find names without files.
+    """Build from the beginning, because an earlier run may have left an incomplete build."""
+    # The build takes minutes, in which modprobe must not find names without files.
     put_aside(machine, release)
     _drop(machine, version, release)
     Dkms(machine).build(version, release)
 
 
-def _make_source(machine: Machine, wish: Wish, manifest: Manifest) -> None:
-    """Under its name only when it is whole. Raises KmodError; what it is made from is only read."""
+def _make_source(machine: Machine, wish: InstallRequest, manifest: Manifest) -> None:
+    """Create the source folder under its name only when complete. Raises KmodError."""
     folder = folder_of(machine, manifest.version)
     beside = folder.with_name(f".{folder.name}.new")
     for old in (beside, folder):
@@ -353,7 +354,7 @@ def _make_source(machine: Machine, wish: Wish, manifest: Manifest) -> None:
             shutil.rmtree(old)
     try:
         machine.sources.mkdir(parents=True, exist_ok=True)
-        # Links may lead out of the source that they are in.
+        # Links may lead out of the source.
         shutil.copytree(wish.tree.root, beside, symlinks=False, ignore=BUILT)
         tree = find(beside)
         hooks.apply(tree, hooks.whole_patch())
@@ -362,7 +363,7 @@ def _make_source(machine: Machine, wish: Wish, manifest: Manifest) -> None:
         manifest.write(beside)
         os.rename(beside, folder)
     except (OSError, shutil.Error) as error:
-        raise KmodError(f"{folder} could not be made: {error}") from error
+        raise KmodError(f"cannot create {folder}: {error}") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -377,6 +378,6 @@ def _remains(machine: Machine) -> bool:
 
 
 def own_folders(machine: Machine) -> list[Path]:
-    """Source folders of ours, half ones too."""
+    """Return our source folders, incomplete ones too."""
     found = [*machine.sources.glob(f"{PACKAGE}-*"), *machine.sources.glob(f".{PACKAGE}-*.new")]
     return sorted(path for path in found if path.is_dir() and not path.is_symlink())

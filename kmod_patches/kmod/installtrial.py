@@ -1,7 +1,7 @@
-"""Installs a fetched driver as mpsd-kmod install does, below a folder of its own, and takes it out again.
+"""Trial of an install: install a fetched driver below a folder, as mpsd-kmod install does, and remove it.
 
-The real dkms, depmod and modprobe do it, and nothing is loaded. What stands for the stock modules are those
-that the trial has built before, under the names and in the folder that dkms gives them.
+Uses the real dkms, depmod and modprobe, and loads nothing. The modules that the trial built before take the
+place of the stock modules, under the names and in the folder that dkms gives them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kmod import symbols
 from kmod.build import LIB_MODULES, MODULES, Kernel
 from kmod.dkms import module_set
 from kmod.errors import KmodError, Unavailable
-from kmod.install import Wish, check, perform, plan_install, plan_uninstall, require, resolved
+from kmod.install import InstallRequest, check, perform, plan_install, plan_uninstall, require, resolved
 from kmod.machine import Machine
 from kmod.tree import Tree, find
 
@@ -25,19 +25,19 @@ STOCK = Path("updates/dkms")
 
 
 def try_install(source: Tree, for_kernel: Kernel, stock: Sequence[Path], folder: Path) -> str:
-    """What was seen, in a sentence. Raises Unavailable for what is missing here, KmodError."""
+    """Run the trial and return its result as a sentence. Raises Unavailable, KmodError."""
     if os.geteuid() != 0:
-        raise Unavailable("dkms installs for root only")
+        raise Unavailable("dkms installs only as root")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="install-", dir=folder) as made:
         machine = Machine(Path(made))
-        wish = Wish(_stocked(machine, source, for_kernel, stock), for_kernel)
+        wish = InstallRequest(_stocked(machine, source, for_kernel, stock), for_kernel)
         require(machine, wish)
         return _there_and_back(machine, wish)
 
 
 def furnish(machine: Machine, release: str) -> Path:
-    """Below its root, what dkms and depmod need of a kernel whose headers are here; the kernel's folder."""
+    """Create what dkms and depmod need of a kernel below the root, and return the kernel's folder."""
     kernel = machine.modules / release
     for needed in (kernel / STOCK, machine.dkms_tree, machine.sources, machine.root / "etc"):
         needed.mkdir(parents=True)
@@ -60,7 +60,7 @@ def _stocked(machine: Machine, source: Tree, for_kernel: Kernel, stock: Sequence
     return find(root)
 
 
-def _there_and_back(machine: Machine, wish: Wish) -> str:
+def _there_and_back(machine: Machine, wish: InstallRequest) -> str:
     release = wish.kernel.release
     stock = {name: machine.modules / release / STOCK / f"{name}.ko" for name in MODULES}
     _expect(machine, release, stock)
@@ -74,11 +74,11 @@ def _there_and_back(machine: Machine, wish: Wish) -> str:
     if not agreeing:
         raise KmodError("the patched nvidia-uvm takes no symbol from the patched nvidia")
     if plan_install(machine, wish):
-        raise KmodError("installed, and an install finds something left to do")
+        raise KmodError("after the install, a second install has steps left")
     perform(plan_uninstall(machine), lambda text: None)
     _expect(machine, release, stock)
     if plan_uninstall(machine):
-        raise KmodError("uninstalled, and an uninstall finds something left to do")
+        raise KmodError("after the uninstall, a second uninstall has steps left")
     return (
         f"installed through dkms in {took:.0f} s: {len(ours)} modules before the stock ones, {agreeing} "
         "symbols of nvidia.ko in nvidia-uvm.ko with its versions; uninstalled: the stock ones are found again"
@@ -89,4 +89,4 @@ def _expect(machine: Machine, release: str, stock: dict[str, Path]) -> None:
     for name, path in stock.items():
         found = resolved(machine, release, name)
         if found != path:
-            raise KmodError(f"modprobe finds {found} for {name} and not the stock {path}")
+            raise KmodError(f"modprobe finds {found} for {name} instead of the stock {path}")

@@ -1,6 +1,6 @@
-"""Looks at the patch's own C files with sparse and with the compiler's stricter warnings.
+"""Checks of the patch's own C files with sparse and stricter compiler warnings.
 
-Each is compiled as the build did it: the command is the one that the build wrote down.
+Each file is compiled with the command that the build recorded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kmod.command import run_any
 from kmod.errors import KmodError
 from kmod.tree import Tree
 
-# What the kernel's W=1 asks for, and -Wextra; unused parameters are what callbacks are made of.
+# The warnings of the kernel's W=1 and -Wextra, without unused parameters, which callbacks often have.
 WARNINGS = (
     "-Wextra",
     "-Wunused",
@@ -34,7 +34,7 @@ DEADLINE_S = 120.0
 
 
 def warnings(tree: Tree, for_kernel: Kernel, modules: Path) -> list[str]:
-    """Every complaint about a file of ours in a tree that was built. Raises Unavailable without sparse."""
+    """Return every warning about a file of ours in a built tree. Raises Unavailable without sparse."""
     found: list[str] = []
     for source in [path.name for path in own_files() if path.suffix == ".c"]:
         arguments = compiled_with(tree, source)
@@ -46,14 +46,15 @@ def warnings(tree: Tree, for_kernel: Kernel, modules: Path) -> list[str]:
 
 
 def compiled_with(tree: Tree, source: str) -> list[str]:
-    """The arguments with which the build compiled a file of nvidia-uvm; the last is the file itself."""
+    """Return the arguments with which the build compiled a file of nvidia-uvm; the last is the file
+    itself."""
     command_file = tree.root / "nvidia-uvm" / f".{source.removesuffix('.c')}.o.cmd"
     try:
         first = command_file.read_text(encoding="utf-8").splitlines()[0]
     except (OSError, IndexError) as error:
-        raise KmodError(f"{command_file} does not tell how it was compiled: build first") from error
+        raise KmodError(f"{command_file} has no compiler command: build first") from error
     match = re.match(r"(?:saved)?cmd_\S+ := *(.*)", first)
     if match is None:
-        raise KmodError(f"{command_file} does not tell how it was compiled")
+        raise KmodError(f"{command_file} has no compiler command")
     words = shlex.split(match[1].split(" ;")[0])
     return [word for word in words[1:] if not word.startswith("-Wp,-M")]

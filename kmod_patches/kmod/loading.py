@@ -1,7 +1,7 @@
-"""Puts the patched modules in the place of the loaded ones, and the driver's own back.
+"""Exchange of loaded modules: the patched ones for the stock ones, and back.
 
-modprobe can be asked for ours, which come first; for the driver's own it gets a folder of links in which ours
-are not. The files' own names are asked for, past what the distribution's settings say of `nvidia`.
+modprobe prefers ours. For the driver's own modules it gets a folder of links without ours. Modules are loaded
+by their file's own names, regardless of the distribution's settings for `nvidia`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATCHED, STOCK = "the patched modules", "the driver's own modules"
 
 
 def plan_load(machine: Machine, used: Use, manifest: Manifest) -> list[Step]:
-    """Raises InUse, KmodError where ours are not whole. Nothing to do where ours are loaded."""
+    """Return the steps to load ours; none if loaded. Raises InUse, or KmodError if ours are incomplete."""
     release = machine.running
     require_fit(machine, manifest.version, release)
     check(machine, release, manifest.modules)
@@ -35,7 +35,7 @@ def plan_load(machine: Machine, used: Use, manifest: Manifest) -> list[Step]:
 
 
 def plan_unload(machine: Machine, used: Use, manifest: Manifest) -> list[Step]:
-    """Raises InUse. Nothing to do where ours are not loaded: without nvidia_uvm nobody can tell."""
+    """Return the steps to unload ours; none if not loaded (unknown without nvidia_uvm). Raises InUse."""
     known = used.ours or not used.loaded or "nvidia_uvm" in {module.name for module in used.loaded}
     if known and not used.ours and not _missing(machine, used):
         return []
@@ -43,7 +43,7 @@ def plan_unload(machine: Machine, used: Use, manifest: Manifest) -> list[Step]:
 
 
 def loaded_is_old(machine: Machine, manifest: Manifest) -> bool:
-    """Whether the patched nvidia_uvm that is loaded is another than the one that is installed."""
+    """Return whether the loaded patched nvidia_uvm differs from the installed one."""
     name = next(module.installed for module in manifest.modules if module.built == "nvidia-uvm")
     path = resolved(machine, machine.running, name)
     return path is not None and is_ours(machine) and another_build(machine, path)
@@ -52,7 +52,7 @@ def loaded_is_old(machine: Machine, manifest: Manifest) -> bool:
 def _exchange(machine: Machine, used: Use, manifest: Manifest, *, ours: bool) -> list[Step]:
     if used.busy:
         what = PATCHED if ours else STOCK
-        raise InUse(f"the driver's modules are in use; to load {what}, end what uses them", used)
+        raise InUse(f"the driver's modules are in use; to load {what}, end the programs that use them", used)
     modules = manifest.modules
     before = [*(module.name for module in used.loaded), *_missing(machine, used)]
     names = load_order(before, [module.kernel_name for module in modules])
@@ -74,11 +74,11 @@ def _exchange(machine: Machine, used: Use, manifest: Manifest, *, ours: bool) ->
 
 
 def _look_for_stock(machine: Machine, names: Sequence[str]) -> Step:
-    return Step("look for the driver's own modules", lambda: require_stock(machine, names))
+    return Step("check for the driver's own modules", lambda: require_stock(machine, names))
 
 
 def require_stock(machine: Machine, names: Sequence[str]) -> None:
-    """Raises KmodError while there is something to lose: once what is loaded is gone it is too late."""
+    """Raise KmodError if the stock modules are missing, before the loaded ones are removed."""
     view = stock_view(machine)
     for name in names:
         run(
@@ -88,21 +88,21 @@ def require_stock(machine: Machine, names: Sequence[str]) -> None:
 
 
 def stock_view(machine: Machine) -> Path:
-    """A folder for modprobe -d in which this kernel has all its modules but ours. Made anew."""
+    """Return a new folder for modprobe -d with all modules of this kernel except ours."""
     release = machine.running
     view = machine.state / "stock"
     shutil.rmtree(view, ignore_errors=True)
     kernel, shown = machine.modules / release, view / "lib/modules" / release
     ours = kernel / OURS
     _links(kernel, shown, ours)
-    # Some distributions' depmod and modprobe look in usr/lib/modules below the folder.
+    # Some distributions' depmod and modprobe search usr/lib/modules below the folder.
     (view / "usr").symlink_to(".")
     run(["depmod", "-b", view, "-C", view / "none", release], deadline_s=DEPMOD_DEADLINE_S)
     return view
 
 
 def _links(folder: Path, shown: Path, left_out: Path) -> None:
-    """Links to all in `folder` but `left_out`, which may lie deeper, and but depmod's own tables."""
+    """Link everything in `folder` except `left_out`, which may be deeper, and depmod's own tables."""
     shown.mkdir(parents=True)
     for path in sorted(folder.iterdir()):
         if path == left_out or (path.name.startswith("modules.") and not _given(path.name)):
@@ -114,7 +114,7 @@ def _links(folder: Path, shown: Path, left_out: Path) -> None:
 
 
 def _given(name: str) -> bool:
-    """Tables that come with the kernel; the others depmod writes."""
+    """Return whether a table comes with the kernel; depmod writes the others."""
     return name in ("modules.order", "modules.builtin", "modules.builtin.modinfo")
 
 
@@ -124,7 +124,7 @@ def _unloading(machine: Machine, used: Use, modules: Sequence[Module], names: Se
         return []
 
     def act() -> None:
-        # A run that is killed from here on leaves fewer modules than there were: the next one brings these.
+        # A run that is killed from here on leaves modules unloaded: the next run loads them again.
         machine.state.mkdir(parents=True, exist_ok=True)
         machine.to_load.write_text("".join(f"{name}\n" for name in names), encoding="ascii")
         gone: list[str] = []
@@ -133,17 +133,17 @@ def _unloading(machine: Machine, used: Use, modules: Sequence[Module], names: Se
                 _rmmod(machine, name)
                 gone.append(name)
         except KmodError as error:
-            # Something began to use the driver since we looked.
+            # A program began to use the driver after the check.
             known = [name for name in reversed(gone) if name in {module.kernel_name for module in modules}]
             _modprobe(machine, _installed(modules, known), None if used.ours else stock_view(machine))
             _forget(machine)
-            raise KmodError(f"{error}\nWhat was loaded is loaded again; run the same once more.") from error
+            raise KmodError(f"{error}\nThe previous modules are loaded again; repeat the command.") from error
 
     return [Step(f"rmmod {' '.join(order)}", act)]
 
 
 def _missing(machine: Machine, used: Use) -> list[str]:
-    """What was loaded before an exchange that was killed in the middle, this boot, and is not now."""
+    """Return modules that were loaded before an exchange was interrupted in this boot, and are not now."""
     try:
         remembered = machine.to_load.read_text(encoding="ascii").split()
     except OSError:
@@ -174,20 +174,20 @@ def _rmmod(machine: Machine, name: str) -> None:
 
 
 def _load(machine: Machine, modules: Sequence[Module], names: Sequence[str], *, ours: bool) -> None:
-    """Raises KmodError, too, where another nvidia_uvm is loaded then."""
+    """Load modules. Raises KmodError, also if another nvidia_uvm is loaded then."""
     installed = _installed(modules, names)
     _modprobe(machine, installed, None if ours else stock_view(machine))
     if not ours and is_ours(machine):
-        # Rules of udev's ask for nvidia_uvm as soon as there is a driver, and get what comes first.
+        # udev rules load nvidia_uvm as soon as a driver is loaded, and get the preferred one.
         _rmmod(machine, "nvidia_uvm")
         _modprobe(machine, installed, stock_view(machine))
     if is_ours(machine) != ours:
-        raise KmodError(f"nvidia_uvm is loaded, and it is {'not ' if ours else ''}the patched one")
+        raise KmodError(f"nvidia_uvm is loaded, but it is {'not ' if ours else ''}the patched one")
 
 
 def _put_back(machine: Machine, load: Callable[..., None] | None, error: KmodError, *, ours: bool) -> None:
-    """They did not load: the others once more, where there were any. Raises KmodError always."""
-    text = f"{PATCHED if ours else STOCK} do not load: {error}"
+    """Load the previous modules again after a failure, if there were any. Always raises KmodError."""
+    text = f"cannot load {PATCHED if ours else STOCK}: {error}"
     try:
         for name in unload_order(listed(machine)):
             _rmmod(machine, name)
@@ -195,16 +195,16 @@ def _put_back(machine: Machine, load: Callable[..., None] | None, error: KmodErr
             load(ours=not ours)
     except KmodError as second:
         raise KmodError(
-            f"{text}\nThe others could not be loaded again: {second}\nWhat is loaded now: {program()} "
-            f"status; `{program()} unload` tries once more to load the driver's own, and a reboot loads what "
-            "comes first"
+            f"{text}\nThe previous modules cannot be loaded either: {second}\nSee {program()} status. "
+            f"`{program()} unload` tries to load the driver's own modules again; a reboot loads "
+            "the preferred modules"
         ) from error
     _forget(machine)
     if load is None:
-        raise KmodError(f"{text}\nNothing is loaded, as before.") from error
+        raise KmodError(f"{text}\nNo driver module is loaded, as before.") from error
     if not ours:
-        raise KmodError(f"{text}\nThe patched ones are loaded again.") from error
+        raise KmodError(f"{text}\nThe patched modules are loaded again.") from error
     raise KmodError(
-        f"{text}\nThe driver's own are loaded again. The next boot tries "
-        "the patched ones once more, unless you uninstall them: " + f"{program()} uninstall --next-boot"
+        f"{text}\nThe driver's own modules are loaded again. The next boot tries the patched modules "
+        f"again, unless you uninstall them: {program()} uninstall --next-boot"
     ) from error

@@ -1,7 +1,7 @@
-"""Where a machine keeps sources, modules, settings and its own state; all below one folder.
+"""Folders of a machine: sources, modules, settings and state, all below one root folder.
 
-That folder is / but in tests. Below another one the programs that change the running kernel are looked for
-there too: what a test starts can load nothing.
+The root is / except in tests. Below another root, programs that change the running kernel are searched there
+too, so a test cannot load anything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kmod.errors import KmodError, Unavailable, program
 
 DEPMOD_DEADLINE_S = 300.0
 OURS = Path("updates/mpsd")
-"""Where our modules lie below a kernel's folder. `updates` is searched before `kernel` without a setting."""
+"""Our folder below a kernel's. depmod searches `updates` before `kernel` without any setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Machine:
 
     @property
     def running(self) -> str:
-        """The release of the kernel that runs."""
+        """Release of the running kernel."""
         try:
             return (self.proc / "sys/kernel/osrelease").read_text(encoding="ascii").strip()
         except OSError:
@@ -62,38 +62,38 @@ class Machine:
 
     @property
     def state(self) -> Path:
-        """Until the next boot."""
+        """Folder of state until the next boot."""
         return self.root / "run/mpsd-kmod"
 
     @property
     def to_load(self) -> Path:
-        """What an exchange of modules that goes on, or was killed, is to bring back."""
+        """Modules that an exchange in progress, or an interrupted one, must load again."""
         return self.state / "to-load"
 
     def ours(self, release: str) -> Path:
         return self.modules / release / OURS
 
     def kernel_program(self, name: str) -> str:
-        """modprobe or rmmod. Raises Unavailable below another root that has none of its own."""
+        """Return modprobe or rmmod. Raises Unavailable below another root without them."""
         if self.real:
             return name
         path = self.root / "sbin" / name
         if not path.is_file():
-            raise Unavailable(f"{path} is missing: below another root nothing of this machine's is loaded")
+            raise Unavailable(f"{path} is missing: below another root this machine's programs are not used")
         return str(path)
 
     @property
     def depmod_command(self) -> list[str]:
-        """Without the release."""
+        """The depmod command without the release."""
         where = [] if self.real else ["-b", str(self.root), "-C", str(self.depmod_settings.parent)]
         return ["depmod", *where]
 
     def depmod(self, release: str) -> None:
-        """Writes anew which file a module's name stands for. Raises KmodError."""
+        """Update the index of module names. Raises KmodError."""
         run([*self.depmod_command, release], deadline_s=DEPMOD_DEADLINE_S)
 
 
 def must_be_root(machine: Machine, what: str) -> None:
-    """Raises KmodError for somebody else on a real machine; below another root its own files do."""
+    """Raise KmodError for another user on a real machine. Below another root, file permissions decide."""
     if machine.real and os.geteuid() != 0:
         raise KmodError(f"{what} needs root: sudo {shlex.join([program(), *(sys.argv[1:] or [what])])}")

@@ -1,4 +1,4 @@
-"""Which of the driver's modules are loaded, and who uses them: read from /proc and /sys, nothing is asked."""
+"""Loaded driver modules and their users, read from /proc and /sys."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ DEVICE = re.compile(r"/dev/nvidia[^ ]*")
 DRIVER = "nvidia"
 MODINFO_DEADLINE_S = 30.0
 
-# The driver's modules; others whose names begin like that are not (nvidia_fs, nvidia_wmi_ec_backlight). Those
-# that a GPU can do without come last: they are loaded again only where they were loaded.
+# The driver's modules. Others have similar names (nvidia_fs, nvidia_wmi_ec_backlight). Optional modules come
+# last: they are loaded again only if they were loaded.
 ORDER = ("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm", "nvidia_peermem")
 ALWAYS = ("nvidia", "nvidia_uvm")
 OWN_PARAMETER = "parameters/uvm_mpsd_mode"
@@ -26,7 +26,7 @@ OWN_PARAMETER = "parameters/uvm_mpsd_mode"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A line of /proc/modules: `count` users, of which `holders` are the modules among them."""
+    """A line of /proc/modules: `count` users, of which `holders` are modules."""
 
     name: str
     count: int
@@ -35,7 +35,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A process with the driver's device files open or mapped."""
+    """A process that has the driver's device files open or mapped."""
 
     pid: int
     uid: int
@@ -46,7 +46,7 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """`others`: modules that hang on the driver's and are not; `hidden`: processes that may not be read."""
+    """Users of the driver. `others`: foreign modules that depend on it; `hidden`: unreadable processes."""
 
     loaded: tuple[Loaded, ...]
     others: tuple[Loaded, ...]
@@ -56,7 +56,7 @@ class Use:
 
     @property
     def unexplained(self) -> tuple[str, ...]:
-        """Modules with users that are no modules, where no process was seen to be one."""
+        """Modules in use by something that is neither a module nor a visible process."""
         if self.users:
             return ()
         return tuple(module.name for module in self.loaded if module.count > len(module.holders))
@@ -69,16 +69,16 @@ class Use:
         return {**asdict(self), "unexplained": list(self.unexplained), "busy": self.busy}
 
     def lines(self) -> list[str]:
-        """For a person, one fact a line; empty where nothing is loaded."""
+        """Return one fact per line for people; empty if nothing is loaded."""
         lines = [f"module {_counted(module)}" for module in self.loaded]
         lines += [f"held by module {_counted(module)}" for module in self.others]
         lines += [_of(user) for user in self.users]
         lines += [
-            f"module {name} has users that are no process seen here (another pid namespace, or the display)"
+            f"module {name} has users that are not visible here (another PID namespace, or the display)"
             for name in self.unexplained
         ]
         if self.hidden:
-            lines.append(f"{self.hidden} processes could not be looked at: run it as root to see all")
+            lines.append(f"{self.hidden} processes are not readable: run as root to see all")
         return lines
 
 
@@ -115,12 +115,12 @@ def _every(machine: Machine) -> list[Loaded]:
 
 
 def listed(machine: Machine) -> list[Loaded]:
-    """The driver's modules that are loaded."""
+    """Return the loaded modules of the driver."""
     return [module for module in _every(machine) if is_drivers(module.name)]
 
 
 def use(machine: Machine) -> Use:
-    """All that there is to know, from every process' descriptors and maps."""
+    """Return all users, from every process's descriptors and mappings."""
     every = _every(machine)
     ours = [module for module in every if is_drivers(module.name)]
     names = {holder for module in ours for holder in module.holders}
@@ -135,19 +135,19 @@ def use(machine: Machine) -> Use:
         except PermissionError:
             hidden += 1
         except OSError:
-            continue  # It has ended meanwhile.
+            continue  # The process has ended meanwhile.
         else:
             users += [user] if user else []
     return Use(tuple(ours), tuple(others), tuple(users), hidden if ours else 0, is_ours(machine))
 
 
 def is_ours(machine: Machine) -> bool:
-    """Whether the nvidia_uvm that is loaded has the patch: it has our parameters then."""
+    """Return whether the loaded nvidia_uvm is patched: it has our parameters then."""
     return (machine.sys / "module/nvidia_uvm" / OWN_PARAMETER).exists()
 
 
 def another_build(machine: Machine, path: Path) -> bool:
-    """Whether the nvidia_uvm that is loaded is of other sources than a file; False where nobody can tell."""
+    """Return whether the loaded nvidia_uvm has other sources than a file; False if unknown."""
     try:
         loaded = (machine.sys / "module/nvidia_uvm/srcversion").read_text(encoding="ascii").strip()
         there = run(["modinfo", "-F", "srcversion", path], deadline_s=MODINFO_DEADLINE_S).strip()
@@ -157,7 +157,7 @@ def another_build(machine: Machine, path: Path) -> bool:
 
 
 def unload_order(loaded: Iterable[Loaded]) -> list[str]:
-    """Each after all that hang on it."""
+    """Return modules in an order in which each comes after those that depend on it."""
     left = {module.name: set(module.holders) for module in loaded}
     order: list[str] = []
     while left:
@@ -171,7 +171,7 @@ def unload_order(loaded: Iterable[Loaded]) -> list[str]:
 
 
 def load_order(wanted: Iterable[str], have: Iterable[str]) -> list[str]:
-    """nvidia and nvidia_uvm, and of the others those that are wanted; of those that there are."""
+    """Return nvidia and nvidia_uvm, and wanted optional modules, of those that exist."""
     names, there = set(wanted), set(have)
     return [name for name in ORDER if name in there and (name in names or name in ALWAYS)]
 
@@ -205,7 +205,7 @@ def _user(process: Path, numbers: frozenset[int], drm: frozenset[str]) -> User |
 
 
 def _device(descriptor: Path, numbers: frozenset[int], drm: frozenset[str]) -> str:
-    """The device's name if it is one of the driver's: by name, or by number where a container renamed it."""
+    """Return the name of a driver device: by name, or by number if a container renamed it."""
     try:
         name = os.readlink(descriptor)
     except FileNotFoundError:
@@ -239,7 +239,7 @@ def _majors(machine: Machine) -> frozenset[int]:
 
 
 def _drm_nodes(machine: Machine) -> frozenset[str]:
-    """The display's device files that belong to a GPU of this driver."""
+    """Return the display's device files that belong to a GPU of this driver."""
     found = set()
     for node in machine.sys.glob("class/drm/*/device/driver"):
         if node.resolve().name == DRIVER:

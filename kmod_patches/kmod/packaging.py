@@ -1,4 +1,4 @@
-"""The verbs of mpsd-kmod that change a machine: install, uninstall, load, unload; and users, status."""
+"""Verbs of mpsd-kmod on the machine: install, uninstall, load, unload, users and status."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kmod.command import undisturbed
 from kmod.dkms import Dkms
 from kmod.errors import InUse, KmodError, Unavailable, program, text_of
 from kmod.install import (
+    InstallRequest,
     Manifest,
     Step,
-    Wish,
     folder_of,
     lies_in_ours,
     own_folders,
@@ -36,29 +36,31 @@ from kmod.machine import Machine, must_be_root
 from kmod.placed import kernels
 
 LOCK_DEADLINE_S = 60.0
-NEXT_BOOT = "--next-boot does it all the same, for the next boot"
+NEXT_BOOT = "--next-boot proceeds anyway, for the next boot"
 RAMDISK = (
-    "If the initial ramdisk of {release} holds the driver's modules, make it anew: "
+    "If the initial ramdisk of {release} contains the driver's modules, rebuild it: "
     "update-initramfs -u -k {release} (Debian, Ubuntu) or dracut -f --kver {release}"
 )
 
 
 def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     verb = _verb(
-        verbs, "install", install, "build the patched driver with DKMS and put it before the stock one"
+        verbs, "install", install, "build the patched driver with DKMS and prefer it to the stock modules"
     )
     verb.add_argument(
         "--tree", type=Path, help="the driver's source (default: the loaded driver's, in /usr/src)"
     )
-    verb.add_argument("--kernel", default="", help="release to build for (default: the running one)")
+    verb.add_argument("--kernel", default="", help="release to build for (default: the running kernel)")
     verb.add_argument(
-        "--sign", nargs=2, type=Path, metavar=("KEY", "CERT"), help="sign with these (default: dkms' own)"
+        "--sign", nargs=2, type=Path, metavar=("KEY", "CERT"), help="key and certificate (default: dkms' own)"
     )
     _next_boot(verb)
-    _next_boot(_verb(verbs, "uninstall", uninstall, "remove all that install made; the stock modules stay"))
-    _verb(verbs, "load", load, "unload the stock modules and load the patched ones, now")
-    _verb(verbs, "unload", unload, "unload the patched modules and load the stock ones, now")
-    _verb(verbs, "users", users, "list the loaded modules and who uses them", changes=False)
+    _next_boot(
+        _verb(verbs, "uninstall", uninstall, "remove all that install created; the stock modules stay")
+    )
+    _verb(verbs, "load", load, "unload the stock modules and load the patched modules, now")
+    _verb(verbs, "unload", unload, "unload the patched modules and load the stock modules, now")
+    _verb(verbs, "users", users, "list the loaded modules and the processes that use them", changes=False)
 
 
 def _verb(
@@ -72,13 +74,13 @@ def _verb(
     verb = verbs.add_parser(name, help=text, description=text)
     add_common(verb)
     if changes:
-        verb.add_argument("--dry-run", action="store_true", help="tell each step, do none")
+        verb.add_argument("--dry-run", action="store_true", help="print each step without doing it")
     verb.set_defaults(verb=function)
     return verb
 
 
 def add_common(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    verb.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     verb.add_argument(
         "--root", type=lambda text: Path(text).resolve(), default=Path("/"), help=argparse.SUPPRESS
     )
@@ -88,7 +90,7 @@ def _next_boot(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--next-boot",
         action="store_true",
-        help="also while the driver is loaded; it takes effect at the next boot",
+        help="proceed while the driver is loaded; it takes effect at the next boot",
     )
 
 
@@ -104,7 +106,7 @@ def install(given: argparse.Namespace) -> int:
     return _alone(machine, given, lambda: _make(machine, given, wish))
 
 
-def _wish(machine: Machine, given: argparse.Namespace) -> Wish:
+def _wish(machine: Machine, given: argparse.Namespace) -> InstallRequest:
     release = given.kernel or machine.running
     tree = source.choose(machine, release, given.tree)
     try:
@@ -113,25 +115,25 @@ def _wish(machine: Machine, given: argparse.Namespace) -> Wish:
         raise Unavailable(
             f"{error}; apt-get install linux-headers-{release} (or kernel-devel-{release})"
         ) from error
-    return Wish(tree, found, secureboot.given_key(*given.sign) if given.sign else None)
+    return InstallRequest(tree, found, secureboot.given_key(*given.sign) if given.sign else None)
 
 
-def _make(machine: Machine, given: argparse.Namespace, wish: Wish) -> int:
+def _make(machine: Machine, given: argparse.Namespace, wish: InstallRequest) -> int:
     release, used = wish.kernel.release, modules.use(machine)
-    # Another build takes out that of every kernel first.
+    # Another build removes the present build of every kernel first.
     here = release == machine.running or (replaces(machine, wish) and machine.running in kernels(machine))
     if here and not given.next_boot:
         order = " ".join(modules.unload_order(used.loaded))
-        remedy = f"{NEXT_BOOT}; or end what uses them and unload them: rmmod {order}"
-        refuse_in_use(used, "what is installed now would not fit them", remedy)
+        remedy = f"{NEXT_BOOT}; or end the programs that use them and unload them: rmmod {order}"
+        refuse_in_use(used, "the installed modules would not fit them", remedy)
     says = []
     if not wish.tree.tested:
-        says.append(f"driver {wish.tree.version} is not one that the patch was tested with")
+        says.append(f"driver {wish.tree.version} is not tested with this patch")
     if here and used.loaded:
         says.append(_until_boot(used, f", or with {program()} load"))
     steps = plan_install(machine, wish)
     try:
-        _do(given, steps, "installed already", says, [RAMDISK.format(release=release)])
+        _do(given, steps, "already installed", says, [RAMDISK.format(release=release)])
     except (KmodError, OSError) as error:
         if given.dry_run:
             raise
@@ -140,20 +142,20 @@ def _make(machine: Machine, given: argparse.Namespace, wish: Wish) -> int:
 
 
 def _taken_out(machine: Machine, given: argparse.Namespace, release: str, error: Exception) -> KmodError:
-    """What to say of an install that failed, once what it made is gone."""
+    """Revert a failed install and return the error to report."""
     text = str(error)
     try:
-        kept = roll_back(machine, release, lambda said: _say(given, f"taking out again: {said}"))
+        kept = roll_back(machine, release, lambda said: _say(given, f"reverting: {said}"))
     except (KmodError, OSError) as second:
-        return KmodError(f"{text}\nWhat was made could not be taken out: {second}; {program()} uninstall")
-    return KmodError(f"{text}\nThe whole log of the build: {kept}" if kept else text)
+        return KmodError(f"{text}\nReverting failed as well: {second}; run {program()} uninstall")
+    return KmodError(f"{text}\nComplete log of the build: {kept}" if kept else text)
 
 
 def _until_boot(used: modules.Use, sooner: str) -> str:
-    """What holds from now on to the next boot: files and loaded modules are of two builds."""
+    """Return the state until the next boot: files and loaded modules are of two builds."""
     missing = [name for name in modules.ALWAYS if name not in {module.name for module in used.loaded}]
     late = f", and {' '.join(missing)} cannot be loaded until then" if missing else ""
-    return f"takes effect at the next boot{sooner}; what is loaded stays{late}"
+    return f"takes effect at the next boot{sooner}; loaded modules stay{late}"
 
 
 def uninstall(given: argparse.Namespace) -> int:
@@ -163,12 +165,12 @@ def uninstall(given: argparse.Namespace) -> int:
 
     def undo() -> int:
         used, releases, says = modules.use(machine), kernels(machine), []
-        # Of the driver's own, what is loaded later fits: its files are what comes first then.
+        # Modules of the driver that are loaded later fit the loaded ones, if those are the driver's own.
         stock = not used.ours and any(module.name == "nvidia_uvm" for module in used.loaded)
         if machine.running in releases and used.loaded and not stock:
             if not given.next_boot:
                 remedy = f"{program()} unload first, or {NEXT_BOOT}"
-                refuse_in_use(used, "the stock ones would not fit them", remedy)
+                refuse_in_use(used, "the stock modules would not fit them", remedy)
             says.append(_until_boot(used, ""))
         after = [RAMDISK.format(release=release) for release in releases]
         _do(given, plan_uninstall(machine), "nothing is installed", says, after)
@@ -221,12 +223,12 @@ def users(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(used.as_json()))
     else:
-        print("\n".join(used.lines()) or "no module of the driver is loaded")
+        print("\n".join(used.lines()) or "no driver module is loaded")
     return 0
 
 
 def machine_status(given: argparse.Namespace) -> int:
-    """What is installed, what is loaded, and what the next boot would load."""
+    """Print the installed modules, the loaded modules, and the modules of the next boot."""
     machine = Machine(given.root)
     value = status_json(machine)
     if given.json:
@@ -252,7 +254,7 @@ def status_json(machine: Machine) -> dict[str, object]:
         installed.append(
             {
                 "folder": str(folder),
-                # Without a kernel that it was built for it was broken off.
+                # Without a kernel that it was built for, the install was interrupted.
                 "whole": bool(active) and folder == folder_of(machine, manifest.version),
                 "version": manifest.version,
                 "from": manifest.vendor,
@@ -280,7 +282,7 @@ def status_lines(machine: Machine, value: dict[str, object]) -> list[str]:
     assert isinstance(installed, list) and isinstance(sources, list)
     for entry in installed:
         if not entry["whole"]:
-            lines.append(f"{entry['folder']}: half of an install; run install or uninstall once more")
+            lines.append(f"{entry['folder']}: incomplete install; run install or uninstall again")
             continue
         lines.append(f"installed: driver {entry['version']}, patched, from {entry['from']}")
         lines += [
@@ -288,19 +290,19 @@ def status_lines(machine: Machine, value: dict[str, object]) -> list[str]:
             for release, first in entry["kernels"].items()
         ]
         lines += [
-            f"  kernel {release} has driver {', '.join(others)} now, and its libraries refuse these modules: "
+            f"  kernel {release} now has driver {', '.join(others)}, whose libraries refuse these modules: "
             "run install again"
             for release, others in entry["drivers"].items()
             if others and entry["version"] not in others
         ]
         if sources and entry["version"] not in {tree["version"] for tree in sources}:
-            lines.append("  that driver's own source is gone or another version: run install again")
+            lines.append("  that driver's own source is missing or has another version: run install again")
     if not installed:
-        lines.append("installed: nothing of ours")
+        lines.append("installed: no patched modules")
     version = str(value["loaded_version"])
     own = "patched" if modules.is_ours(machine) else "stock"
     if value["loaded_is_old"]:
-        own += ", another build than is installed: " + f"{program()} load"
+        own += f", a build other than the installed one: {program()} load"
     lines.append(f"loaded: {f'driver {version}, {own}' if version else 'no nvidia module'}")
     lines.append(f"Secure Boot: {secureboot.state(machine).text()}")
     return lines
@@ -323,7 +325,7 @@ def _do(
     says: Sequence[str],
     after: Sequence[str] = (),
 ) -> None:
-    """`says` is told before the steps, `after` when they are done."""
+    """Run the steps. `says` is printed before them, `after` when they are done."""
     if not given.json:
         for text in says:
             _say(given, text)
@@ -347,7 +349,7 @@ def _say(given: argparse.Namespace, text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """On standard output, where somebody listens: a connection that is lost is no reason to stop half-way."""
+    """Print on standard output. A lost connection must not stop the steps half-way."""
     try:
         print(text, flush=True)
     except OSError:

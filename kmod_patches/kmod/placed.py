@@ -1,4 +1,4 @@
-"""The patched modules' files below the kernels' folders: in their place, aside, or where dkms put them."""
+"""The patched modules' files below the kernels' folders: in place, disabled, or where dkms installed them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kmod.machine import OURS, Machine
 
 LEFT_OVER = re.compile(rf"{PREFIX}nvidia[\w-]*\.ko(\.\w+)?")
 ASIDE = ".off"
-"""After a module's name: depmod does not take it for one."""
+"""Suffix of a disabled module's file: depmod ignores it."""
 
 
 def kernels(machine: Machine) -> list[str]:
-    """Those that have files of ours, or whose modules.dep still says so."""
+    """Return kernels that have files of ours, or a modules.dep that still names them."""
     if not machine.modules.is_dir():
         return []
     return sorted(
@@ -28,7 +28,7 @@ def kernels(machine: Machine) -> list[str]:
 
 
 def put_aside(machine: Machine, release: str) -> None:
-    """depmod finds the driver's own then. Nothing where there is nothing of ours."""
+    """Disable our modules, so that depmod finds the driver's own. Does nothing without ours."""
     if not files(machine, release):
         return
     with undisturbed():
@@ -39,7 +39,7 @@ def put_aside(machine: Machine, release: str) -> None:
 
 
 def files(machine: Machine, release: str) -> list[Path]:
-    """Files of ours below a kernel's folder: in their place, or where dkms put them."""
+    """Return our files below a kernel's folder: in place, or where dkms installed them."""
     kernel = machine.modules / release
     found = [machine.ours(release)] if machine.ours(release).exists() else []
     for part in ("updates", "extra"):

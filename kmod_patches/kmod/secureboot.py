@@ -1,4 +1,4 @@
-"""Whether this machine loads only signed modules, and whether the key that ours are signed with counts."""
+"""Secure Boot: whether this machine loads only signed modules, and whether our signing key is accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENFORCED = "module/module/parameters/sig_enforce"
 LOCKDOWN = "kernel/security/lockdown"
 MOKUTIL_DEADLINE_S = 30.0
 
-# Where dkms keeps the key that it makes itself, and where Ubuntu's does.
+# Folders of the key that dkms creates itself, and of Ubuntu's.
 KEYS = (
     ("var/lib/shim-signed/mok/MOK.priv", "var/lib/shim-signed/mok/MOK.der"),
     ("var/lib/dkms/mok.key", "var/lib/dkms/mok.pub"),
@@ -32,7 +32,7 @@ SETTING = re.compile(r"^\s*(mok_signing_key|mok_certificate)=[\"']?([^\"'\s]+)",
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A private key in PEM form and its certificate in DER form, as sign-file wants them."""
+    """A private key in PEM form and its certificate in DER form, as sign-file needs them."""
 
     private: Path
     certificate: Path
@@ -40,7 +40,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class SecureBoot:
-    """`on`: None where the firmware does not say. `enforced`: the kernel refuses unsigned modules."""
+    """State of Secure Boot. `on`: None if unknown. `enforced`: the kernel refuses unsigned modules."""
 
     on: bool | None
     enforced: bool
@@ -50,8 +50,8 @@ class SecureBoot:
         return bool(self.on) or self.enforced
 
     def text(self) -> str:
-        state = {True: "on", False: "off", None: "no EFI variable for it"}[self.on]
-        return f"{state}; the kernel {'loads signed modules only' if self.enforced else 'does not insist'}"
+        state = {True: "on", False: "off", None: "unknown (no EFI variable)"}[self.on]
+        return f"{state}; the kernel {'loads only' if self.enforced else 'does not require'} signed modules"
 
 
 def state(machine: Machine) -> SecureBoot:
@@ -59,7 +59,7 @@ def state(machine: Machine) -> SecureBoot:
 
 
 def _variable(machine: Machine) -> bool | None:
-    """Four bytes of attributes, then one: 1 is on."""
+    """Read the EFI variable: four bytes of attributes, then one byte, 1 for on."""
     for path in sorted(machine.sys.glob(VARIABLE)):
         try:
             data = path.read_bytes()
@@ -83,7 +83,7 @@ def _enforced(machine: Machine) -> bool:
 
 
 def key(machine: Machine) -> Key | None:
-    """The one that dkms signs with: as its settings say, or the one that it has made. None: none yet."""
+    """Return the key with which dkms signs: from its settings, or its own. None: there is none yet."""
     found: dict[str, str] = {}
     folder = machine.root / "etc/dkms"
     for path in [folder / "framework.conf", *sorted((folder / "framework.conf.d").glob("*.conf"))]:
@@ -100,15 +100,15 @@ def key(machine: Machine) -> Key | None:
 
 
 def given_key(private: Path, certificate: Path) -> Key:
-    """Raises KmodError naming the one that cannot be read."""
+    """Return the given key. Raises KmodError with the name of an unreadable file."""
     for path in (private, certificate):
         if not os.access(path, os.R_OK):
-            raise KmodError(f"--sign: {path} cannot be read")
+            raise KmodError(f"--sign: cannot read {path}")
     return Key(private.resolve(), certificate.resolve())
 
 
 def require_tool(machine: Machine, release: str) -> None:
-    """Raises Unavailable where nothing can sign for this kernel, where our script looks."""
+    """Raise Unavailable if no signing tool for this kernel is where our script searches."""
     headers = machine.modules / release / "build/scripts/sign-file"
     shared = machine.root / f"usr/lib/linux-kbuild-{release.rpartition('.')[0]}/scripts/sign-file"
     if not (os.access(headers, os.X_OK) or os.access(shared, os.X_OK) or shutil.which("kmodsign")):
@@ -116,13 +116,13 @@ def require_tool(machine: Machine, release: str) -> None:
 
 
 def enrolled(certificate: Path) -> bool:
-    """As mokutil sees it. Raises Unavailable without mokutil."""
+    """Return mokutil's answer. Raises Unavailable without mokutil."""
     said = run_any(["mokutil", "--test-key", certificate], deadline_s=MOKUTIL_DEADLINE_S)
     return "is already enrolled" in said
 
 
 def require(machine: Machine, given: Key | None) -> None:
-    """Raises KmodError where a module built now would not load, with what to do about it."""
+    """Raise KmodError with a remedy if a module built now would not load."""
     found = state(machine)
     if not found.signed_only:
         return
@@ -130,19 +130,19 @@ def require(machine: Machine, given: Key | None) -> None:
     what = "Secure Boot is on" if found.on else "this kernel loads signed modules only"
     if used is None:
         raise KmodError(
-            f"{what} and dkms has no key to sign with yet; make one and enrol it, then install: "
+            f"{what}, but dkms has no signing key yet; create one and enrol it, then install: "
             + remedy(Path("/var/lib/dkms/mok.pub"), MAKE_KEY + " && ")
         )
     try:
         known = enrolled(used.certificate)
     except Unavailable:
         raise KmodError(
-            f"{what}, and without mokutil it cannot be seen whether {used.certificate} is enrolled: "
+            f"{what}, but mokutil is missing, which tells whether {used.certificate} is enrolled: "
             "install mokutil"
         ) from None
     if not known:
         raise KmodError(
-            f"{what} and {used.certificate} is not enrolled; enrol it: {remedy(used.certificate)}"
+            f"{what}, but {used.certificate} is not enrolled; enrol it: {remedy(used.certificate)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Finds the driver's source where the distribution or the driver's installer put it for DKMS."""
+"""Search for the driver's source, where the distribution or the driver's installer put it for DKMS."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kmod.machine import Machine
 from kmod.tree import Tree, find
 
 PACKAGE = "mpsd-nvidia"
-"""DKMS knows what we build by this name; its source folder is PACKAGE-VERSION."""
+"""Name of our package for DKMS; its source folder is PACKAGE-VERSION."""
 
 PROPRIETARY = re.compile(r'MODULE_LICENSE\s*\(\s*"NVIDIA"\s*\)')
 CORE_MODULE = re.compile(r"nvidia(?!fb|[-_](wmi|fs)\b)(?!.*[-_](uvm|modeset|drm|peermem))[\w.-]*\.ko(\.\w+)?")
-"""nvidia.ko under the names that distributions give it: nvidia-current-open.ko, nvidia-tesla.ko.xz ..."""
+"""Names of nvidia.ko in distributions: nvidia-current-open.ko, nvidia-tesla.ko.xz ..."""
 
 MODINFO_DEADLINE_S = 30.0
 CORE = Path("nvidia/nv-kernel.o_binary")
@@ -28,7 +28,7 @@ WHERE = (
 
 
 def candidates(machine: Machine) -> list[Tree]:
-    """Every driver source below /usr/src but ours, proprietary ones too."""
+    """Return every driver source below /usr/src except ours, proprietary ones too."""
     found = []
     folders = sorted(machine.sources.glob("nvidia*")) if machine.sources.is_dir() else []
     for folder in folders:
@@ -40,12 +40,12 @@ def candidates(machine: Machine) -> list[Tree]:
 
 
 def proprietary(tree: Tree) -> bool:
-    """Whether its nvidia.ko says it is: to a module that hangs on such a one the kernel denies symbols."""
+    """Return whether nvidia.ko is proprietary: the kernel denies symbols to modules that depend on it."""
     return any(PROPRIETARY.search(read(path)) for path in sorted((tree.root / "nvidia").glob("*.c")))
 
 
 def loaded_version(machine: Machine) -> str:
-    """The version of the nvidia.ko that is loaded, or ""."""
+    """Return the version of the loaded nvidia.ko, or ""."""
     try:
         return (machine.sys / "module/nvidia/version").read_text(encoding="ascii").strip()
     except OSError:
@@ -53,37 +53,37 @@ def loaded_version(machine: Machine) -> str:
 
 
 def stock_versions(machine: Machine, release: str) -> set[str]:
-    """Of the driver's own nvidia.ko for a kernel, whatever the distribution calls it; empty without one."""
+    """Return the versions of a kernel's stock nvidia.ko under any distribution's name; empty without one."""
     found = set()
     for path in sorted((machine.modules / release).rglob("nvidia*.ko*")):
-        # Links of other kernels' modules (weak-updates) count: they are what modprobe loads.
+        # Includes links to other kernels' modules (weak-updates), because modprobe loads them.
         if path.parent == machine.ours(release) or not CORE_MODULE.fullmatch(path.name):
             continue
         try:
             found.add(run(["modinfo", "-F", "version", path], deadline_s=MODINFO_DEADLINE_S).strip())
         except KmodError:
-            continue  # Half written, or no module: modprobe would not load it either.
+            continue  # Incomplete or not a module: modprobe would not load it either.
     return found - {""}
 
 
 def require_same_driver(machine: Machine, tree: Tree, release: str) -> None:
-    """Raises KmodError where the driver that is installed is another one: its libraries refuse this one."""
+    """Raise KmodError if the installed driver is another version: its libraries refuse these modules."""
     found = stock_versions(machine, release)
     if found and tree.version not in found:
         raise KmodError(
-            f"{tree.root} is driver {tree.version}, and what is installed for {release} is "
-            f"{_listed(found)}: CUDA would not work with the patched modules; install driver "
-            f"{tree.version} first, or name the source of the one that is installed"
+            f"{tree.root} is driver {tree.version}, but {_listed(found)} is installed for {release}: "
+            f"CUDA would not work with the patched modules; install driver {tree.version} first, or name "
+            "the source of the installed driver"
         )
 
 
 def require_fit(machine: Machine, version: str, release: str) -> None:
-    """The same of the patched modules that are there. Raises KmodError."""
+    """Raise KmodError if the existing patched modules have another version than the driver."""
     found = stock_versions(machine, release)
     if found and version not in found:
         raise KmodError(
-            f"the patched modules are driver {version}, and what is installed for {release} is "
-            f"{_listed(found)}: CUDA would not work with them; `{program()} install` makes them anew"
+            f"the patched modules are driver {version}, but {_listed(found)} is installed for {release}: "
+            f"CUDA would not work with them; run `{program()} install` to build them again"
         )
 
 
@@ -92,29 +92,29 @@ def _listed(versions: Iterable[str]) -> str:
 
 
 def choose(machine: Machine, release: str, named: Path | None = None) -> Tree:
-    """The source to patch. Raises KmodError, which lists what there is."""
+    """Return the source to patch. Raises KmodError with a list of the sources found."""
     tree = find(named) if named else _only(machine, release)
     if proprietary(tree):
         raise KmodError(
-            f"{tree.root} is the proprietary flavour of driver {tree.version}, the patch is for the open "
-            f"one; {WHERE}"
+            f"{tree.root} is the proprietary variant of driver {tree.version}, but the patch needs the open "
+            f"variant; {WHERE}"
         )
     if not (tree.root / CORE).is_file():
         raise KmodError(
-            f"{tree.root} lacks {CORE}, which the vendor compiles: it comes with the driver's packages, and "
-            "in a published source `make modules` makes it once"
+            f"{tree.root} lacks {CORE}, which the vendor compiles: it is part of the driver's packages; in "
+            "a published source, `make modules` builds it"
         )
     return tree
 
 
 def _only(machine: Machine, release: str) -> Tree:
-    """The one of the driver that is installed, else of the one that is loaded; without any, the only one.
+    """Return the source of the installed driver, else of the loaded one, else the only source.
 
-    After an upgrade what is loaded may be patched modules of the old driver, whose source has gone.
+    After an upgrade, the loaded modules may be patched ones of the old driver, without a source.
     """
     found = candidates(machine)
     installed, loaded = stock_versions(machine, release), {loaded_version(machine)} - {""}
-    # Of several that are installed, the one that is loaded is the one that modprobe takes.
+    # Of several installed drivers, modprobe takes the loaded one.
     wanted = installed & loaded or installed or loaded
     usable = [tree for tree in found if not proprietary(tree)] or found
     if wanted:
@@ -126,5 +126,5 @@ def _only(machine: Machine, release: str) -> Tree:
         raise KmodError(f"no driver source below {machine.sources}: {WHERE}")
     if wanted and not usable:
         how = f"installed for {release}" if installed else "loaded"
-        raise KmodError(f"driver {_listed(wanted)} is {how} and its source is not here ({listed}): {WHERE}")
-    raise KmodError(f"several driver sources: {listed}; say which: {program()} install --tree FOLDER")
+        raise KmodError(f"driver {_listed(wanted)} is {how}, but its source is missing ({listed}): {WHERE}")
+    raise KmodError(f"several driver sources: {listed}; choose one: {program()} install --tree FOLDER")

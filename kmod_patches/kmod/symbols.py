@@ -1,8 +1,8 @@
-"""The versions of symbols in module files: those that one gives, and those that another was built with.
+"""Symbol versions in module files: those that a module exports, and those with which another was built.
 
-A kernel refuses a module whose versions are not those of the modules it hangs on. Where they lie in the file
-was read in the kernel's own scripts/mod/modpost.c and kernel/module (Linux 6.1): the section __versions
-has entries of 64 bytes, a number and a name; a symbol __crc_NAME is absolute, or names 4 bytes of a section.
+A kernel refuses a module if its versions differ from those of the modules that it depends on. File layout:
+the kernel's own scripts/mod/modpost.c and kernel/module (Linux 6.1). The section __versions has entries of
+64 bytes, a number and a name. A symbol __crc_NAME is absolute, or refers to 4 bytes of a section.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from kmod.errors import KmodError, Unavailable
 
 HEADER = struct.Struct("<40xQ10xHHH")
-"""Of a 64-bit little-endian ELF file: section table, size and number of its entries, section of names."""
+"""Header of a 64-bit little-endian ELF file: section table, size and number of entries, section of names."""
 SECTION = struct.Struct("<II8x8xQQII8xQ")
 SYMBOL = struct.Struct("<IBBHQQ")
 VERSION = struct.Struct("<Q56s")
@@ -38,7 +38,7 @@ class Section:
 
 
 def contents(path: Path) -> bytes:
-    """A module's ELF file, decompressed. Raises KmodError."""
+    """Return a module's ELF file, decompressed. Raises KmodError."""
     try:
         data = path.read_bytes()
         if path.suffix == ".xz":
@@ -48,7 +48,7 @@ def contents(path: Path) -> bytes:
         if path.suffix == ".zst":
             return _unzstd(path)
     except (OSError, lzma.LZMAError, EOFError) as error:
-        raise KmodError(f"{path} cannot be read: {error}") from error
+        raise KmodError(f"cannot read {path}: {error}") from error
     return data
 
 
@@ -56,16 +56,16 @@ def _unzstd(path: Path) -> bytes:
     try:
         done = subprocess.run(["zstd", "-dcq", str(path)], capture_output=True, timeout=UNZSTD_DEADLINE_S)
     except FileNotFoundError:
-        raise Unavailable(f"{path} cannot be read: zstd is not installed") from None
+        raise Unavailable(f"cannot read {path}: zstd is not installed") from None
     except subprocess.TimeoutExpired:
-        raise KmodError(f"{path} cannot be read: zstd took more than {UNZSTD_DEADLINE_S:g} s") from None
+        raise KmodError(f"cannot read {path}: zstd took more than {UNZSTD_DEADLINE_S:g} s") from None
     if done.returncode:
-        raise KmodError(f"{path} cannot be read: {done.stderr.decode(errors='replace').strip()}")
+        raise KmodError(f"cannot read {path}: {done.stderr.decode(errors='replace').strip()}")
     return done.stdout
 
 
 def given(path: Path) -> dict[str, int]:
-    """Every symbol that the module gives to others, with its version. Raises KmodError."""
+    """Return every exported symbol of a module with its version. Raises KmodError."""
     data = contents(path)
     sections = _sections(path, data)
     found = {}
@@ -79,7 +79,7 @@ def given(path: Path) -> dict[str, int]:
 
 
 def wanted(path: Path) -> dict[str, int]:
-    """Every symbol of the kernel and of other modules that it was built with, with its version."""
+    """Return every imported symbol of a module with its version."""
     data = contents(path)
     found = {}
     for section in _sections(path, data):
@@ -91,7 +91,7 @@ def wanted(path: Path) -> dict[str, int]:
 
 
 def disagreements(giver: Path, user: Path) -> tuple[int, list[str]]:
-    """(how many symbols `user` takes from `giver`, those whose versions differ). Raises KmodError."""
+    """Return (number of symbols that `user` takes from `giver`, those with other versions)."""
     gives, wants = given(giver), wanted(user)
     common = gives.keys() & wants.keys()
     return len(common), sorted(name for name in common if gives[name] != wants[name])
@@ -100,7 +100,7 @@ def disagreements(giver: Path, user: Path) -> tuple[int, list[str]]:
 def _sections(path: Path, data: bytes) -> list[Section]:
     try:
         if data[:6] != b"\x7fELF\x02\x01":
-            raise KmodError(f"{path} is no module for a 64-bit little-endian machine")
+            raise KmodError(f"{path} is not a module for a 64-bit little-endian machine")
         offset, size, number, names = HEADER.unpack_from(data)
         raw = [SECTION.unpack_from(data, offset + index * size) for index in range(number)]
         strings = raw[names][2]
@@ -109,7 +109,7 @@ def _sections(path: Path, data: bytes) -> list[Section]:
             for name, kind, start, length, link, _, _ in raw
         ]
     except (struct.error, IndexError, ValueError) as error:
-        raise KmodError(f"{path} is cut off: {error}") from error
+        raise KmodError(f"{path} is truncated: {error}") from error
 
 
 def _symbols(data: bytes, table: Section, names: Section) -> Iterator[tuple[bytes, int, int]]:

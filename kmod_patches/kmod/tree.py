@@ -1,4 +1,4 @@
-"""A driver source: where its modules' folders are, and which version it is."""
+"""A driver source: the folders of its modules, and its version."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ VERSION = re.compile(r'-DNV_VERSION_STRING=\\"([0-9]+(?:\.[0-9]+)+)\\"')
 BUILD_LIST = Path("nvidia-uvm/nvidia-uvm-sources.Kbuild")
 KEPT = Path("nvidia-uvm/.mpsd-kmod")
 ORIGINALS = KEPT / "originals"
-"""Where hooks keeps the driver's files as they were."""
+"""Folder in which hooks keeps the driver's original files."""
 
 SMALL = ("nvidia-uvm", "Kbuild", "nvidia/nv-pci.c")
-"""What of a tree the hooks and mends look at."""
+"""Files of a tree that hooks and mends read."""
 
 TESTED = ("535.261.03", "550.163.01", "555.58.02")
-"""Versions whose hooks scripts/test-kmod counts; the headers of the semantic patches say them too."""
+"""Versions for which scripts/test-kmod counts the hooks; the headers of the semantic patches list them
+too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """`root` holds Kbuild and the folders nvidia and nvidia-uvm; `version` is as the driver prints it."""
+    """A source. `root` holds Kbuild, nvidia and nvidia-uvm; `version`: as the driver prints it."""
 
     root: Path
     version: str
@@ -34,20 +35,20 @@ class Tree:
         return self.version in TESTED
 
     def original(self, file: str) -> Path:
-        """A file of the driver's as the driver had it, whether the patch is applied or not."""
+        """Return a driver file in its original state, whether or not the patch is applied."""
         kept = self.root / ORIGINALS / file
         return kept if kept.is_file() else self.root / file
 
 
 def find(folder: Path) -> Tree:
-    """The tree in a folder or in its kernel-open. Raises UnknownTree, which says what is missing."""
+    """Return the tree in a folder or in its kernel-open. Raises UnknownTree with what is missing."""
     for root in (folder, folder / "kernel-open"):
         if (root / "nvidia-uvm" / "uvm.c").is_file():
             return Tree(root, _version(root))
     raise UnknownTree(
-        f"{folder} is no source of the open kernel modules: neither nvidia-uvm/uvm.c nor "
-        "kernel-open/nvidia-uvm/uvm.c is there. Name the folder that has nvidia-uvm in it, for example "
-        "the driver's below /usr/src."
+        f"{folder} is not a source of the open kernel modules: it has neither nvidia-uvm/uvm.c nor "
+        "kernel-open/nvidia-uvm/uvm.c. Name the folder that contains nvidia-uvm, for example the driver's "
+        "folder below /usr/src."
     )
 
 
@@ -57,12 +58,12 @@ def _version(root: Path) -> str:
         raise UnknownTree(f"{root} has nvidia-uvm/uvm.c, but not {' and '.join(missing)}")
     match = VERSION.search((root / "Kbuild").read_text(encoding="utf-8", errors="replace"))
     if match is None:
-        raise UnknownTree(f"{root / 'Kbuild'} does not say which version of the driver this is")
+        raise UnknownTree(f"{root / 'Kbuild'} does not contain the driver's version")
     return match[1]
 
 
 def copy(tree: Tree, target: Path, *, whole: bool) -> Tree:
-    """A copy to work on; not `whole`: only what the hooks look at. `target` must not exist."""
+    """Copy a tree to `target`, which must not exist. Not `whole`: only the files that the hooks read."""
     if whole:
         shutil.copytree(tree.root, target, symlinks=True)
         return find(target)

@@ -1,8 +1,8 @@
-"""Tries the patch on the sources that Debian's suites have, and makes a table of what became of each.
+"""Trial of the patch on the sources of Debian's suites, with a table of the results.
 
-Always: the hooks are put in and counted, put in once more, and taken out to the byte. On request the modules
-are built, with times and sizes, and the patch's own files looked at by sparse and the compiler's stricter
-warnings; and what was built is installed through DKMS below a folder, and taken out.
+Always: apply the hooks and count them, apply them again, and reverse them byte for byte. On request: build
+the modules, with times and sizes; check the patch's own files with sparse and stricter compiler warnings;
+install the build through DKMS below a folder, and remove it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WIDTHS = (12, 16, 10, 8, 8, 7, 8, 21, 8)
 
 @dataclass(slots=True)
 class Row:
-    """What became of one suite; an empty cell was not tried."""
+    """Results of one suite; an empty cell was not tried."""
 
     suite: str
     fetched: debian.Fetched | None = None
@@ -44,20 +44,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What to try: for which kernel (None: nothing is built), in which cache, on how many cores."""
+    """The scope: the kernel (None: no builds), the cache, and the number of cores."""
 
     kernel: Kernel | None
     cache: Path
     jobs: int
     build: Collection[str] = ()
-    """The suites whose modules are built."""
+    """Suites of which both modules are built."""
     install: Collection[str] = ()
-    """Those of them that are installed, too."""
+    """Suites of which the modules are installed, too."""
     uvm: Collection[str] = ()
-    """Of which nvidia-uvm alone is built."""
+    """Suites of which only nvidia-uvm is built."""
 
     def suite(self, suite: debian.Suite) -> Row:
-        """Everything of one suite; whatever fails is told in its row."""
+        """Try everything of one suite; its row reports failures."""
         row = Row(suite.name)
         try:
             row.fetched = debian.fetch(suite.name, self.cache)
@@ -66,12 +66,12 @@ class Trial:
             row.failed = suite.required
             return row
         except (KmodError, OSError) as error:
-            row.said.append(f"its source is not to be had in {self.cache} (--cache): {text_of(error)}")
+            row.said.append(f"its source is unavailable in {self.cache} (--cache): {text_of(error)}")
             row.failed = True
             return row
         row.cells["version"] = row.fetched.version
         if not find(row.fetched.tree).tested:
-            row.said.append("a version that is neither in kmod.tree.TESTED nor in the patches' headers yet")
+            row.said.append("version missing in kmod.tree.TESTED and in the patches' headers")
         try:
             _try_hooks(row, find(row.fetched.tree), self.kernel)
             if self.kernel and suite.name in {*self.build, *self.uvm}:
@@ -90,7 +90,7 @@ class Trial:
 
 
 def table(rows: Iterable[Row], found: Kernel | None) -> Iterator[str]:
-    """Its lines, and what is to be said of each suite below."""
+    """Yield the table's lines, and the notes on each suite below it."""
     rows = list(rows)
     yield _place(found)
     yield " ".join(name.ljust(width) for name, width in zip(COLUMNS, WIDTHS, strict=True)).rstrip()
@@ -102,10 +102,10 @@ def table(rows: Iterable[Row], found: Kernel | None) -> Iterator[str]:
 
 
 def _place(found: Kernel | None) -> str:
-    """When and with what: the first line of the table."""
+    """Return the first line of the table: date and tools."""
     today = datetime.now(UTC).date().isoformat()
     if found is None:
-        return f"{today}; no kernel headers, so nothing was mended or built"
+        return f"{today}; no kernel headers, so there are no mends and no builds"
     try:
         compiler = run(["gcc", "--version"], deadline_s=10.0).splitlines()[0]
     except Unavailable:
@@ -115,7 +115,7 @@ def _place(found: Kernel | None) -> str:
 
 def _try_hooks(row: Row, source: Tree, found: Kernel | None) -> None:
     if hooks.state(source, hooks.whole_patch()) is not hooks.State.CLEAN:
-        raise KmodError(f"{source.root}, in the cache, was changed; remove it, and it is fetched anew")
+        raise KmodError(f"{source.root} in the cache was changed; remove it to fetch it again")
     with tempfile.TemporaryDirectory(prefix="mpsd-kmod-") as made:
         tree = copy(source, Path(made) / "tree", whole=False)
         patch = hooks.whole_patch(mends(tree, found) if found else ())
@@ -131,7 +131,7 @@ def _try_hooks(row: Row, source: Tree, found: Kernel | None) -> None:
 
 
 def _contents(root: Path) -> dict[str, bytes]:
-    """The files that the patch may touch, by their path below `root`."""
+    """Return the files that the patch may touch, by their path below `root`."""
     found: dict[str, bytes] = {}
     for name in SMALL:
         path = root / name
@@ -142,14 +142,14 @@ def _contents(root: Path) -> dict[str, bytes]:
 
 
 def _try_build(row: Row, bench: Bench, found: Kernel, *, both: bool) -> tuple[Path, ...]:
-    """In a folder that is kept: what did not change is not compiled again."""
+    """Build in a folder that is kept: unchanged files are not compiled again."""
     row.cells["built"] = "FAILED"
     built = bench.both() if both else bench.one()
     if not both:
         row.said.append("skipped: the build of nvidia.ko")
     row.cells["built"] = f"{built.seconds:.0f} s{' *' if built.kept else ''}"
     if built.kept:
-        row.said.append("* compiled what had changed since the last time")
+        row.said.append("* compiled only the files changed since the last time")
     complaints = lint.warnings(bench.tree, found, LIB_MODULES)
     row.cells["warnings"] = str(len(complaints))
     row.said += complaints
@@ -159,8 +159,11 @@ def _try_build(row: Row, bench: Bench, found: Kernel, *, both: bool) -> tuple[Pa
     row.said.append(
         f"{len(sites.changed)} of {sites.functions} functions in the hooked files changed: {changed}"
     )
-    patched, stock = (bench.uvm(patched=kind).stat().st_size >> 10 for kind in (True, False))
-    row.cells["nvidia-uvm.ko"] = f"{stock} -> {patched} KiB"
+    # Bench.one() has made this file already: do not run make for it again.
+    patched = bench.uvm(patched=True) if both else built.modules[0]
+    stock = bench.uvm(patched=False)
+    sizes = [path.stat().st_size >> 10 for path in (stock, patched)]
+    row.cells["nvidia-uvm.ko"] = f"{sizes[0]} -> {sizes[1]} KiB"
     return built.modules
 
 

@@ -1,7 +1,7 @@
-"""Builds the modules of a driver's source for a kernel in a folder of the cache, and keeps what was compiled.
+"""Build of a driver's modules for a kernel in a folder of the cache, which keeps compiled objects.
 
-With and without the patch in one folder: when it is put in or taken out, only the files that it touches are
-compiled again. What comes out is kept under a digest of all that it was made from.
+Builds with and without the patch share one folder: applying or reversing the patch recompiles only the files
+that it touches. Results are kept under a digest of all their inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BUILD_DEADLINE_S = 3000.0
 STRIP_DEADLINE_S = 120.0
 LOCK_DEADLINE_S = 1800.0
 COMPILER = "gcc"
-# What of the kernel's headers says how they were made.
+# Files of the kernel's headers that tell how the headers were made.
 KERNEL_IS = ("include/generated/autoconf.h", "include/generated/uapi/linux/version.h", "Module.symvers")
 RECIPE = (Path(__file__), Path(changes.__file__))
 DIGEST_DIGITS = 16
@@ -38,7 +38,7 @@ UVM = f"{MODULES[-1]}.ko"
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The modules, patched, and how long it took; `kept`: some of it had been compiled before."""
+    """The patched modules, and the build time; `kept`: some objects were compiled before."""
 
     modules: tuple[Path, ...]
     seconds: float
@@ -47,7 +47,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """Where a suite's driver is built for a kernel, on so many cores."""
+    """Build folder of a suite's driver for a kernel, with a number of cores."""
 
     fetched: debian.Fetched
     kernel: Kernel
@@ -56,20 +56,20 @@ class Workshop:
 
     @property
     def headers(self) -> Path:
-        """The folder in which the kernel's own build was."""
+        """Folder of the kernel's own build."""
         return LIB_MODULES / self.kernel.release / "build"
 
     @property
     def folder(self) -> Path:
-        """What was compiled with another compiler or other headers lies elsewhere."""
+        """Build folder; another compiler or other headers have another one."""
         parts = [run([COMPILER, "--version"], deadline_s=STRIP_DEADLINE_S).encode()]
         parts += [(self.headers / name).read_bytes() for name in KERNEL_IS]
         return self.cache / "build" / f"{self.fetched.version}-{self.kernel.release}-{_digest(parts)}"
 
     def uvm(self, *, patched: bool) -> Path:
-        """nvidia-uvm.ko without debug information, from the cache if that holds it. Raises KmodError.
+        """Return nvidia-uvm.ko without debug information, from the cache if possible. Raises KmodError.
 
-        It has no versions of nvidia.ko's symbols unless that was built before: good for the stub, not for a
+        It has no versions of nvidia.ko's symbols unless that was built before: usable with the stub, not on a
         real machine.
         """
         module = self.kept_uvm(patched=patched)
@@ -79,7 +79,7 @@ class Workshop:
         return module
 
     def kept_uvm(self, *, patched: bool) -> Path:
-        """Where the cache has it, if it has it."""
+        """Return its path in the cache, whether or not it exists."""
         parts = [path.read_bytes() for path in RECIPE]
         if patched:
             parts.append(self.patch(find(self.fetched.tree)).digest().encode())
@@ -91,7 +91,7 @@ class Workshop:
 
     @contextmanager
     def bench(self) -> Iterator[Bench]:
-        """The folder, for nobody else meanwhile. A build that was broken off in it is begun anew."""
+        """Yield the folder with its lock held. An interrupted build in it starts again."""
         folder = self.folder
         with alone(folder.with_name(f"{folder.name}.lock"), LOCK_DEADLINE_S):
             if (folder / BUSY).exists():
@@ -111,7 +111,7 @@ class Workshop:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The tree in which a workshop builds, while it is ours; `kept`: it was there before."""
+    """The tree of a workshop while its lock is held; `kept`: it existed before."""
 
     shop: Workshop
     tree: Tree
@@ -122,7 +122,7 @@ class Bench:
         return self.tree.root.with_name(f"{self.tree.root.name}.log")
 
     def both(self) -> Built:
-        """nvidia.ko and nvidia-uvm.ko with the patch in, as the driver's own makefile builds them."""
+        """Build patched nvidia.ko and nvidia-uvm.ko with the driver's own makefile."""
         began = time.monotonic()
         hooks.apply(self.tree, self.shop.patch(self.tree))
         shop = self.shop
@@ -130,12 +130,12 @@ class Bench:
         return Built(tuple(modules), time.monotonic() - began, self.kept)
 
     def one(self) -> Built:
-        """As both(), without nvidia.ko."""
+        """Build like both(), without nvidia.ko."""
         began = time.monotonic()
         return Built((self.uvm(patched=True),), time.monotonic() - began, self.kept)
 
     def uvm(self, *, patched: bool) -> Path:
-        """Workshop.uvm's, made here."""
+        """Build Workshop.uvm's result here."""
         if patched:
             hooks.apply(self.tree, self.shop.patch(self.tree))
         else:
@@ -151,9 +151,9 @@ class Bench:
         return target
 
     def _make_uvm(self) -> list[str | Path]:
-        """What the driver's makefile would ask of the kernel's, for one module: so objects serve both.
+        """Return the command of the driver's makefile for one module, so that both ways share objects.
 
-        The driver's tests of the kernel are listed by all modules together, so both are named.
+        All modules together define the list of the driver's kernel tests, so both modules are named.
         """
         shop = self.shop
         return [

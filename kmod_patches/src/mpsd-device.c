@@ -21,11 +21,11 @@ MODULE_PARM_DESC(uvm_mpsd_mode, "Fatal MMU faults: 0 stock answer, 1 record it (
 
 static uint uvm_mpsd_deadline_ms = MPSD_DEADLINE_DEFAULT_MS;
 module_param(uvm_mpsd_deadline_ms, uint, 0644);
-MODULE_PARM_DESC(uvm_mpsd_deadline_ms, "An isolated client that nobody evicts is killed after this long");
+MODULE_PARM_DESC(uvm_mpsd_deadline_ms, "Time in ms after which an isolated client is killed unless mpsd evicts it");
 
 static uint uvm_mpsd_max_sinks = MPSD_MAX_SINKS_DEFAULT;
 module_param(uvm_mpsd_max_sinks, uint, 0644);
-MODULE_PARM_DESC(uvm_mpsd_max_sinks, "An address space has at most so many sinks");
+MODULE_PARM_DESC(uvm_mpsd_max_sinks, "Most sparse mappings in one address space");
 
 static bool uvm_mpsd_nonreplayable = true;
 module_param(uvm_mpsd_nonreplayable, bool, 0644);
@@ -305,7 +305,7 @@ void mpsd_init(void)
 	error = misc_register(&device);
 	registered = !error;
 	if (error)
-		pr_warn("mpsd: no device %s (%d): faults are treated by the module's parameters\n",
+		pr_warn("mpsd: cannot create device %s (%d): only the module's parameters decide about faults\n",
 			MPSD_DEVICE_NAME, error);
 }
 

@@ -129,7 +129,7 @@ static void make_sink(struct mpsd_owner *owner, uvm_gpu_va_space_t *gpu_va_space
 	list_add(&node->list, &owner->sinks);
 	mpsd_steps_arm(owner);
 	if (!before)
-		pr_warn("mpsd: pid %d (%s) made a fault at 0x%llx, which is isolated; it must go\n",
+		pr_warn("mpsd: isolated a fault of pid %d (%s) at 0x%llx; the client must be evicted\n",
 			pid_nr(owner->pid), owner->comm, fault->address);
 }
 

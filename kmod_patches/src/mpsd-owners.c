@@ -111,7 +111,7 @@ void mpsd_space_created(uvm_va_space_t *va_space)
 	struct mpsd_owner *owner = kzalloc(sizeof(*owner), GFP_KERNEL);
 
 	if (!owner) {
-		pr_warn("mpsd: no memory: an address space of %s is not isolated\n", current->comm);
+		pr_warn("mpsd: out of memory: an address space of %s is not isolated\n", current->comm);
 		return;
 	}
 	kref_init(&owner->references);

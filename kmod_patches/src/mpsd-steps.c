@@ -90,11 +90,11 @@ static bool kill_owner(struct mpsd_owner *owner)
 	unsigned int files = hold_files(owner);
 
 	if (!files) {
-		pr_warn("mpsd: pid %d (%s) is not killed: it has let go of what made the isolated faults\n",
+		pr_warn("mpsd: not killing pid %d (%s): it has released the address space of the isolated faults\n",
 			pid_nr(owner->pid), owner->comm);
 		return false;
 	}
-	pr_warn("mpsd: killing pid %d (%s), its faults were isolated and nobody evicted it; %u files held\n",
+	pr_warn("mpsd: killing pid %d (%s): its faults were isolated, and mpsd did not evict it in time; %u files held\n",
 		pid_nr(owner->pid), owner->comm, files);
 	kill_pid(owner->pid, SIGKILL, 1);
 	return true;

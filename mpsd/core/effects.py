@@ -1,18 +1,26 @@
-"""Everything the daemon can decide to do. Carried out in one place, in order (mpsd.performer)."""
+"""Effects: everything that the daemon can decide to do. mpsd.daemon.performer carries them out in order."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mpsd.core.records import FaultRecord
-from mpsd.core.standby import FailoverRecord
-from mpsd.model import Again, ClientId, FailoverMode, ProcessInstance, Spared, ZoneRole
+from mpsd.base.model import (
+    ClientId,
+    FailoverMode,
+    ProcessInstance,
+    Reclaimable,
+    ReplayMode,
+    Requester,
+    ZoneRole,
+)
+from mpsd.core.failover.participants import FailoverRecord
+from mpsd.core.faults.records import FaultRecord, LoggedProcess
 
 
 @dataclass(frozen=True, slots=True)
 class StartDomain:
-    """Start a control daemon, warm its server for `uid` (0 for a shared one), apply the settings."""
+    """Start a control daemon, start its server for `uid` (0 for a shared domain), and apply the settings."""
 
     domain: str
     gpus: tuple[str, ...]
@@ -21,7 +29,7 @@ class StartDomain:
 
 @dataclass(frozen=True, slots=True)
 class StopDomain:
-    """Ask the control daemon to quit; after the deadline kill it and its servers."""
+    """Ask the control daemon to quit. Kill it and its servers after the deadline."""
 
     domain: str
     deadline_s: float
@@ -29,7 +37,7 @@ class StopDomain:
 
 @dataclass(frozen=True, slots=True)
 class SwitchPath:
-    """Let the slot's stable path lead to this domain, atomically."""
+    """Point the slot's stable path at this domain, atomically."""
 
     slot: str
     domain: str
@@ -37,21 +45,26 @@ class SwitchPath:
 
 @dataclass(frozen=True, slots=True)
 class DropPath:
-    """Remove the stable path of a slot that is given up: nobody has used it for long, or all has ended."""
+    """Remove the stable path of a slot that is retired, or that has no domain left at the end of mpsd."""
 
     slot: str
 
 
 @dataclass(frozen=True, slots=True)
 class AskServer:
-    """Find out the server of a domain and its state (bounded by a deadline)."""
+    """Query the server of a domain and its state, within a deadline. `clients`: query its clients as well.
+
+    `patient`: wait for the end of a quiet period, in which programs that fail over answer.
+    """
 
     domain: str
+    clients: bool = False
+    patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Lease and track this process as soon as it has an address space; its ids start at `space`."""
+    """Lease and track this process as soon as it has an address space. Number its clients from `space`."""
 
     domain: str
     process: ProcessInstance
@@ -59,8 +72,34 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True)
+class Grounds:
+    """The grounds of an act of force, for the audit log.
+
+    `proof`: kinds of proof that the process is a client (mpsd.core.proof). `requester`: None for policy.
+    `fault`, `fault_class`: of the record that the act answers, if there is one.
+    """
+
+    uid: int
+    reason: str
+    proof: tuple[str, ...] = ()
+    requester: Requester | None = None
+    fault: int | None = None
+    fault_class: str = ""
+    steps: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEviction:
+    """Write the line of the audit log about an eviction that begins, or that a requester joins."""
+
+    client: ClientId
+    outcome: str
+    grounds: Grounds
+
+
+@dataclass(frozen=True, slots=True)
 class Terminate:
-    """terminate_client with a deadline. Never for a domain in FAULT or a stopped client."""
+    """Send terminate_client with a deadline. Never sent to a domain in FAULT or for a stopped client."""
 
     domain: str
     server: ProcessInstance
@@ -70,34 +109,38 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """SIGKILL by pidfd, with the lease held. `client`: as which client of which domain the process goes.
+    """Send SIGKILL by pidfd, with the lease held. `client`: the client that justifies the kill.
 
-    `owner`: only if the process is, at that moment, this user's own and nobody else's.
+    `owner`: kill only if the process belongs to this user alone at that moment.
     """
 
     client: ClientId
     why: str
     owner: int | None = None
+    grounds: Grounds | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeWork:
-    """Watch for the end of a dead client's work; WorkEnded when it has come."""
+    """Watch for the end of an exited client's work. The end arrives as WorkEnded."""
 
     client: ClientId
 
 
 @dataclass(frozen=True, slots=True)
 class ConfirmWork:
-    """A dead client's work has had its time: WorkRuns if a look that begins now still finds it."""
+    """Check an exited client's work once more after the linger limit. The answer, if it runs: WorkRuns."""
 
     client: ClientId
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLease:
-    """Close the duplicates here and in the descriptor store, with the tracker. `uid`: whose they are, where
-    core knows it: who died before this mpsd began has no pin to tell."""
+    """Close the duplicated descriptors, here and in the descriptor store, and the tracker.
+
+    `uid`: the client's user if core knows it. A client that exited before this daemon began has no pin to
+    read it from.
+    """
 
     client: ClientId
     uid: int | None = field(default=None, compare=False)
@@ -105,14 +148,14 @@ class ReleaseLease:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop the pin (pidfd) of a process that is no client any more."""
+    """Close the pin (pidfd) of a process that is no client any more."""
 
     process: ProcessInstance
 
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Look up what lies at an address of a process; Inspected when known."""
+    """Look up the mapping at an address of a process. The answer arrives as Inspected."""
 
     fault: int
     process: ProcessInstance
@@ -120,8 +163,23 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True)
+class Identify:
+    """Look up a process that the kernel log names. The answer arrives as ProcessIdentified.
+
+    `at`: when the line was read [monotonic s]. A process that started later is another one.
+    """
+
+    gpu: str
+    logged: LoggedProcess
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class WatchServers:
-    """Look which of these servers, by domain, is at a fault of this GPU; ServerAtFault if one alone is."""
+    """Watch which of these servers, by domain, handles a fault of this GPU.
+
+    The answer is ServerAtFault, if exactly one server does.
+    """
 
     gpu: str
     servers: Mapping[str, ProcessInstance]
@@ -129,7 +187,7 @@ class WatchServers:
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Look up in the client's ledger what lies where a guard zone was hit; HitDescribed when known."""
+    """Look up in the client's ledger which allocation is next to the guard hit. The answer: HitDescribed."""
 
     fault: int
     process: ProcessInstance
@@ -139,36 +197,37 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Tell the kernel part that who made this space is being put out, so that it waits before it kills."""
+    """Tell the kernel module that mpsd evicts the client of this space; it then waits before it kills."""
 
     space: int
 
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """SIGSTOP by pidfd, so that it can be looked at. `owner`: as for Kill; FreezeRefused if it is not."""
+    """Send SIGSTOP by pidfd, for inspection. `owner`: as for Kill; FreezeRefused if it does not match."""
 
     client: ClientId
     owner: int | None = None
+    grounds: Grounds | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class LookAtFrozen:
-    """Read how a stopped process stands; LivenessSeen."""
+    """Read the scheduling state of a stopped process. The answer arrives as LivenessSeen."""
 
     process: ProcessInstance
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Write a fault record (or a new revision of it) to the journal and the event stream."""
+    """Write a fault record, or a new revision of it, to the journal and the event stream."""
 
     record: FaultRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Tell subscribers: root and the group, the `owner`, and `others`, whose clients it concerns too."""
+    """Publish an event to root, the group, the `owner`, and `others`: other users with affected clients."""
 
     kind: str
     owner: int | None
@@ -178,7 +237,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The outcome of a request that took time."""
+    """Send the result of a request that took time."""
 
     request: str
     ok: bool
@@ -187,7 +246,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ArmTimer:
-    """TimerFired(kind, subject) after `delay_s`; arming again moves it."""
+    """Deliver TimerFired(kind, subject) after `delay_s`. Arming the same timer again moves its deadline."""
 
     kind: str
     subject: str
@@ -196,7 +255,7 @@ class ArmTimer:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Tell a program how it may fail over; OFF: it is told nothing more."""
+    """Tell a program its mode of fail-over. After OFF it gets no further commands."""
 
     process: ProcessInstance
     mode: FailoverMode
@@ -204,7 +263,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class OfferStandby:
-    """Tell a program that it may have a second context in this domain."""
+    """Tell a program that it may create a standby context in this domain."""
 
     process: ProcessInstance
     generation: int
@@ -213,7 +272,10 @@ class OfferStandby:
 
 @dataclass(frozen=True, slots=True)
 class StandDown:
-    """Tell a program that the standby of this generation is none any more. `final`: no other comes."""
+    """Tell a program that its standby context of this generation is not usable any more.
+
+    `final`: there will be no other standby context.
+    """
 
     process: ProcessInstance
     generation: int
@@ -223,44 +285,49 @@ class StandDown:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Tell a program to go on in its standby now. `why` is for its log. `planned`: its context is well, so it
-    ends its work there first. `again`: what becomes there of what was in flight (mode exact)."""
+    """Tell a program to fail over to its standby context now. `why` is for its log.
+
+    `planned`: the old context works, so the program finishes its work there first. `again`: treatment of the
+    work in flight (mode exact).
+    """
 
     process: ProcessInstance
     generation: int
     why: str
     planned: bool = False
-    again: Again = Again.LOST
+    again: ReplayMode = ReplayMode.LOST
 
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """Tell a program that moves into this generation that nothing in its old domain writes any more."""
+    """Tell a program that moves into this generation that its old domain cannot write any more."""
 
     process: ProcessInstance
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class HaveTurn:
-    """Tell a program that waits in this generation to do again what it had in flight."""
+class GrantTurn:
+    """Grant the turn to a program that waits in this generation to replay its work in flight."""
 
     process: ProcessInstance
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class GiveMemory:
-    """Ask a program for memory that is there for a fail-over alone: another one's allocation would fail."""
+class RequestMemory:
+    """Ask a program to release memory held for fail-over only: another program's allocation would fail."""
 
     process: ProcessInstance
-    spared: Spared
+    spared: Reclaimable
 
 
 @dataclass(frozen=True, slots=True)
-class HaveMemory:
-    """Tell a program whose allocation failed (its number) that another one has given so many bytes; 0: nobody
-    does."""
+class GrantMemory:
+    """Tell a program that other programs have released this many bytes for its failed allocation `number`.
+
+    0 bytes: no program can release memory.
+    """
 
     process: ProcessInstance
     bytes: int
@@ -268,9 +335,11 @@ class HaveMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveOut:
-    """Where a process's work is looked for, leave out bytes [start, end): its old context's. `anew`: and
-    those that were left out before no longer. None where start and end are equal."""
+class ExcludeWork:
+    """Ignore bytes [start, end), those of its old context, when looking for the work of a process.
+
+    `anew`: drop the ranges ignored so far. No range is added if start equals end.
+    """
 
     process: ProcessInstance
     anew: bool
@@ -280,13 +349,13 @@ class LeaveOut:
 
 @dataclass(frozen=True, slots=True)
 class RecordFailover:
-    """Write a record of a fail-over (or a new revision of it) to the journal and the event stream."""
+    """Write a record of a fail-over, or a new revision of it, to the journal and the event stream."""
 
     record: FailoverRecord
 
 
-Word = Welcome | OfferStandby | StandDown | Move | Fenced | HaveTurn | GiveMemory | HaveMemory
-"""What a program under mpsd's libcuda is told."""
+ProgramCommand = Welcome | OfferStandby | StandDown | Move | Fenced | GrantTurn | RequestMemory | GrantMemory
+"""Commands to a program that runs under mpsd's libcuda."""
 
 Effect = (
     StartDomain
@@ -295,6 +364,7 @@ Effect = (
     | DropPath
     | AskServer
     | Attach
+    | AuditEviction
     | Terminate
     | Kill
     | ProbeWork
@@ -302,14 +372,15 @@ Effect = (
     | ReleaseLease
     | Forget
     | Inspect
+    | Identify
     | WatchServers
     | Describe
     | Acknowledge
     | Freeze
     | LookAtFrozen
     | Record
-    | Word
-    | LeaveOut
+    | ProgramCommand
+    | ExcludeWork
     | RecordFailover
     | Publish
     | Answer

@@ -1,7 +1,7 @@
-"""`decide(state, event, now)`: the one place where the daemon's mind is made up. Pure.
+"""`decide(state, event, now)`: the pure decision function of the daemon.
 
-Events are looked up in a table of handlers; a handler changes a Draft. Before a decision leaves here,
-the invariants of the new state and of the effects are checked.
+A table maps each type of event to its handler. A handler changes a Draft. Before a decision is returned, the
+invariants of the new state and of the effects are checked.
 """
 
 from __future__ import annotations
@@ -10,28 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpsd.core import (
-    attribution,
-    clients,
-    domains,
-    failover,
-    faults,
-    giving,
-    hitrecords,
-    hits,
-    killing,
-    members,
-    proof,
-    sinks,
-    strays,
-    turns,
-    victims,
-    whose,
-)
+from mpsd.core import clients, domains, killing, lists, proof, victims
 from mpsd.core import events as ev
-from mpsd.core import memberevents as mev
 from mpsd.core.draft import Draft
-from mpsd.core.effects import Effect, Freeze, Kill, ReleaseLease, Terminate, Word
+from mpsd.core.effects import Effect, Freeze, Kill, ProgramCommand, ReleaseLease, Terminate
+from mpsd.core.failover import handlers, memory, plan, programcounter, serialreplay
+from mpsd.core.failover import reports as mev
+from mpsd.core.faults import absorbed, hitrecords, hits, outside, recording, servers, signs
 from mpsd.core.state import (
     DomainState,
     InvariantViolation,
@@ -51,6 +36,23 @@ def _on_counted(draft: Draft, event: ev.Counted) -> None:
         draft.count(name, by)
 
 
+def _on_started(draft: Draft, event: ev.DomainStarted) -> None:
+    domains.on_started(draft, event)
+    if event.domain in draft.state.domains and draft.state.domains[event.domain].private:
+        clients.on_private(draft, event.domain)
+
+
+def _on_noticed(draft: Draft, event: ev.ClientNoticed) -> None:
+    clients.on_noticed(draft, event)
+    if event.listed:
+        signs.on_confirmed(draft, event.domain, event.facts.instance)
+
+
+def _on_clients_listed(draft: Draft, event: ev.ClientsListed) -> None:
+    domains.on_clients_listed(draft, event)
+    clients.on_listed(draft, event)
+
+
 def _on_timer(draft: Draft, event: ev.TimerFired) -> None:
     handler = _TIMERS.get(event.kind)
     if handler is None:
@@ -61,6 +63,7 @@ def _on_timer(draft: Draft, event: ev.TimerFired) -> None:
 
 def _for_slot(draft: Draft, subject: str) -> None:
     if subject in draft.state.slots:
+        draft.put_slot(replace(draft.state.slots[subject], paused=False))
         domains.ensure(draft, subject)
 
 
@@ -75,22 +78,28 @@ def _for_domain(handler: Callable[[Draft, str], None]) -> Callable[[Draft, str],
 _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "ensure": _for_slot,
     "ask": _for_domain(domains.settle),
+    lists.UNSURE: _for_domain(domains.on_unsure),
+    lists.QUIET_LOG: _for_domain(domains.settle),
+    servers.SUCCESSOR: _for_domain(servers.on_successor),
     "laggards": _for_domain(victims.on_laggards),
     "kill-victims": _for_domain(victims.on_kill_victims),
     "linger": clients.on_linger,
     "kill-wait": killing.on_kill_wait,
-    "strays": strays.on_strays,
+    "strays": outside.on_unattributed,
+    recording.REVISION: recording.on_revision,
+    signs.SUSPECTED: _for_domain(signs.on_suspected),
+    clients.UNLISTED: _for_domain(clients.on_unlisted),
     "hits": hits.on_tell,
     "thaw": hits.on_thaw_timer,
-    "failover-wait": members.on_wait,
-    "failover-turn": members.on_turn_timer,
-    "failover-late": members.on_late_timer,
-    failover.PUT_OUT: failover.on_put_out,
-    "failover-gather": turns.on_gathered,
-    "failover-last": turns.on_last,
-    "standby-linger": members.on_linger,
-    giving.WAIT: giving.on_wait,
-    giving.BACK: giving.on_back,
+    "failover-wait": handlers.on_wait,
+    "failover-turn": handlers.on_turn_timer,
+    "failover-late": handlers.on_late_timer,
+    plan.EVICT_OFFENDER: plan.on_evict_offender,
+    "failover-gather": serialreplay.on_gathered,
+    "failover-last": serialreplay.on_last,
+    "standby-linger": handlers.on_linger,
+    memory.WAIT: memory.on_wait,
+    memory.BACK: memory.on_reoffer,
 }
 
 # The key of each entry is the type of the handler's second argument; Any stands for that pairing.
@@ -99,91 +108,101 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.DomainAdopted: domains.on_adopted,
     ev.LeaseRestored: clients.on_lease_restored,
     ev.AdoptionDone: domains.on_adoption_done,
-    ev.DomainStarted: domains.on_started,
+    ev.DomainStarted: _on_started,
     ev.DomainStartFailed: domains.on_start_failed,
+    ev.DomainUnreachable: domains.on_unreachable,
     ev.DomainStopped: domains.on_stopped,
-    ev.ControlDied: faults.on_control_died,
-    ev.ServerSeen: domains.on_server_seen,
-    ev.ServerDied: faults.on_server_died,
-    ev.ServerStateSeen: faults.on_server_state,
-    ev.ServerAtFault: faults.on_server_at_fault,
-    ev.ServerFatalLogged: faults.on_server_fatal,
+    ev.ControlDied: signs.on_control_died,
+    ev.ServerSeen: servers.on_server_seen,
+    ev.ServerDied: signs.on_server_died,
+    ev.ServerStateSeen: signs.on_server_state,
+    ev.ServerAtFault: signs.on_server_at_fault,
+    ev.LogStateSeen: domains.on_log_state,
+    ev.ClientsUnpinned: domains.on_clients_unpinned,
+    ev.ServerFatalLogged: signs.on_server_fatal,
     ev.ClientRefused: clients.on_refused,
-    ev.ClientNoticed: clients.on_noticed,
+    ev.ClientNoticed: _on_noticed,
+    ev.ForeignNoticed: clients.on_foreign,
+    ev.ClientsListed: _on_clients_listed,
     ev.ClientAttached: clients.on_attached,
     ev.LeaseStored: clients.on_lease_stored,
     ev.AttachFailed: clients.on_attach_failed,
     ev.ClientDied: clients.on_died,
     ev.ClientLeft: clients.on_left,
     ev.WorkEnded: clients.on_work_ended,
-    ev.WorkRuns: faults.on_work_runs,
+    ev.WorkRuns: signs.on_work_runs,
     ev.WorkNotVisible: clients.on_work_not_visible,
-    ev.UvmFatal: faults.on_uvm_fatal,
-    ev.Inspected: faults.on_inspected,
+    ev.UvmFatal: signs.on_uvm_fatal,
+    ev.Inspected: signs.on_inspected,
     ev.GuardHit: hits.on_guard_hit,
-    ev.KernelFaultSeen: sinks.on_kernel_fault,
+    ev.KernelFaultSeen: absorbed.on_kernel_fault,
     ev.HitDescribed: hits.on_described,
     ev.ZonePolicySet: hits.on_policy_set,
     ev.FreezeRestored: hits.on_freeze_restored,
     ev.FreezeRefused: hits.on_freeze_refused,
     ev.LivenessSeen: hits.on_liveness_seen,
-    ev.NvmlXidSeen: faults.on_nvml_xid,
-    ev.KernelXidSeen: faults.on_kernel_xid,
+    ev.NvmlXidSeen: signs.on_nvml_xid,
+    ev.KernelXidSeen: signs.on_kernel_xid,
+    ev.ProcessIdentified: outside.on_identified,
     ev.EvictRequested: clients.on_evict,
     ev.TerminateFinished: clients.on_terminate_finished,
-    ev.KillRefused: sinks.on_kill_refused,
-    ev.DrainRequested: members.on_drain,
+    ev.KillRefused: absorbed.on_kill_refused,
+    ev.DrainRequested: handlers.on_drain,
+    ev.GpuLost: signs.on_gpu_lost,
     ev.StopRequested: domains.on_stop,
     ev.ModeSeen: domains.on_mode_seen,
-    ev.GpuFull: giving.on_full,
-    mev.MemberCame: members.on_came,
-    mev.MemberRestored: members.on_restored,
-    mev.MemberLeft: members.on_left,
-    mev.MemberReady: members.on_ready,
-    mev.MemberUnready: members.on_unready,
-    mev.MemberOpaque: members.on_opaque,
-    mev.MemberError: members.on_error,
-    mev.MemberMoved: members.on_moved,
-    mev.MemberUnsure: members.on_unsure,
-    mev.MemberStayed: members.on_stayed,
-    mev.MemberDone: members.on_done,
-    mev.MemberShort: giving.on_short,
-    mev.MemberGave: giving.on_gave,
-    mev.MemberLooked: whose.on_looked,
-    mev.MemberPages: members.on_pages,
-    ev.CopiesSeen: members.on_copies,
+    ev.GpuFull: memory.on_full,
+    mev.MemberCame: handlers.on_came,
+    mev.MemberRestored: handlers.on_restored,
+    mev.MemberLeft: handlers.on_left,
+    mev.MemberReady: handlers.on_ready,
+    mev.MemberUnready: handlers.on_unready,
+    mev.MemberOpaque: handlers.on_opaque,
+    mev.MemberError: handlers.on_error,
+    mev.MemberMoved: handlers.on_moved,
+    mev.MemberUnsure: handlers.on_unsure,
+    mev.MemberStayed: handlers.on_stayed,
+    mev.MemberDone: handlers.on_done,
+    mev.MemberWantsMemory: memory.on_shortage,
+    mev.MemberReleasedMemory: memory.on_released,
+    mev.MemberFoundCode: programcounter.on_found_code,
+    mev.MemberPages: handlers.on_pages,
+    ev.DriverFilesSeen: handlers.on_copies,
     ev.Counted: _on_counted,
     ev.TimerFired: _on_timer,
 }
 
 
 def decide(state: State, event: ev.Event, now: float) -> Decision:
-    """The state after this event and what to do about it, in order. `now`: monotonic seconds.
+    """Return the new state and the effects of this event, in order. `now`: monotonic seconds.
 
-    Raises InvariantViolation when a handler contradicts itself; the caller keeps the old state.
+    Raises InvariantViolation if a handler breaks an invariant; the caller keeps the old state.
     """
     draft = Draft(state, now)
     _HANDLERS[type(event)](draft, event)
+    recording.follow_moves(draft, state)
     _close_old_faults(draft)
     check_invariants(draft.state)
     _check_effects(state, event, draft)
-    return Decision(draft.state, _words_first(draft.effects))
+    return Decision(draft.state, _commands_first(draft.effects))
 
 
-def _words_first(effects: list[Effect]) -> tuple[Effect, ...]:
-    """What programs are told: they stand still until then, and need nothing of what else is done."""
-    return tuple(sorted(effects, key=lambda effect: not isinstance(effect, Word)))
+def _commands_first(effects: list[Effect]) -> tuple[Effect, ...]:
+    """Put commands to programs first: programs pause until they receive them, and need no other effect."""
+    return tuple(sorted(effects, key=lambda effect: not isinstance(effect, ProgramCommand)))
 
 
 def _close_old_faults(draft: Draft) -> None:
-    kept = tuple(r for r in draft.state.open_faults if attribution.is_open(draft.state, r, draft.now))
-    if len(kept) != len(draft.state.open_faults):
-        draft.state = replace(draft.state, open_faults=kept)
+    retained = tuple(r for r in draft.state.open_faults if recording.may_change(draft.state, r, draft.now))
+    if len(retained) != len(draft.state.open_faults):
+        draft.state = replace(draft.state, open_faults=retained)
     hitrecords.forget_old(draft)
 
 
 def _check_effects(before: State, event: ev.Event, draft: Draft) -> None:
-    """What no decision may ever do to a client, whatever the event was."""
+    """Raise InvariantViolation for an effect that no decision may have on a client, whatever the event."""
+    if isinstance(event, proof.LogEvent) and not getattr(event, "listed", False):
+        proof.check_log(draft.state, event, draft.effects)
     for effect in draft.effects:
         if isinstance(effect, Terminate):
             domain = draft.state.domains[effect.domain]
@@ -192,28 +211,42 @@ def _check_effects(before: State, event: ev.Event, draft: Draft) -> None:
             proof.check_terminate(draft.state, effect)
         elif isinstance(effect, Kill):
             proof.check_kill(draft.state, effect)
+            proof.check_victim(draft.state, event, effect)
         elif isinstance(effect, Freeze):
             proof.check_freeze(draft.state, effect)
         elif isinstance(effect, ReleaseLease):
             _check_release(before, event, draft, effect)
 
 
+_NEVER_LISTED = ev.ClientsListed | ev.ServerStateSeen | ev.DomainStarted
+"""Events that show that a process which only log lines name is no client."""
+
+
 def _check_release(before: State, event: ev.Event, draft: Draft, effect: ReleaseLease) -> None:
-    """A lease ends when the work has, when the server lost it or none had begun there, or when nobody is left
-    to be harmed."""
+    """Check that a lease is released for a valid reason.
+
+    Valid: the work has ended, the server lost it, none had begun in that domain, no client there could be
+    harmed, or the process is no client of that domain.
+    """
     client = before.clients.get(effect.client)
     if client is None:
         return
     if effect.client in draft.state.clients:
-        raise InvariantViolation(f"lease of {effect.client} is given up while it is kept")
+        raise InvariantViolation(f"lease of {effect.client} is released while its client is kept")
     if isinstance(event, ev.DomainStopped):
         return
     if isinstance(event, ev.WorkEnded) and event.client == effect.client:
         return
+    if isinstance(event, _NEVER_LISTED) and event.domain == client.id.domain:
+        participant = before.members.get(client.id.process)
+        at_home = participant is not None and participant.home == event.domain
+        if client.living and not (client.listed or at_home or draft.state.is_member(client)):
+            # No work of a process that is no client belongs to this server.
+            return
     ended = isinstance(event, ev.ClientDied | ev.ClientLeft) and event.process == client.id.process
-    if ended and not members.has_begun(client, before.members.get(client.id.process)):
+    if ended and not handlers.may_have_launched(client, before.members.get(client.id.process)):
         return
     domain = draft.state.domains.get(effect.client.domain)
     lost = domain is None or domain.state in (DomainState.FAULTED, DomainState.STOPPING)
     if not lost and any(draft.state.living_of(effect.client.domain)):
-        raise InvariantViolation(f"work of {effect.client} is let loose on the living")
+        raise InvariantViolation(f"lease of {effect.client} is released while other clients live there")

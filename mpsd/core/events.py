@@ -1,6 +1,6 @@
-"""Everything that can happen to the daemon. Frozen values; the daemon makes them, core decides.
+"""Events: everything that can happen to the daemon, as frozen values.
 
-Long because it is the one list of them.
+The daemon creates them, core decides.
 """
 
 from __future__ import annotations
@@ -9,23 +9,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mpsd.core.memberevents import MemberEvent
-from mpsd.core.state import DomainState
-from mpsd.model import (
+from mpsd.base.model import (
+    AddressKind,
     ClientId,
     KernelFault,
     KernelXid,
-    LiesThere,
     Liveness,
     Nearby,
     NvmlXid,
     ProcessFacts,
     ProcessInstance,
+    Requester,
     ServerState,
     UvmEvent,
     ZonePolicy,
     ZoneRole,
 )
+from mpsd.core.failover.reports import MemberEvent
+from mpsd.core.faults.records import LoggedProcess
+from mpsd.core.state import DomainState, LogState
 
 
 class DomainRole(StrEnum):
@@ -36,10 +38,11 @@ class DomainRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotWanted:
-    """Somebody asked for the path of these GPUs for this user (None: shared).
+    """A user asked for the path of these GPUs. `uid` None: a shared slot.
 
-    `start` false: the slot is only restored, with the time of its last use (monotonic seconds);
-    AdoptionDone starts what is missing.
+    `start` false: the slot is only restored, with the time of its last use (monotonic seconds). AdoptionDone
+    then starts the missing domains. `account`, `joined`: as of a Slot. `admin`: the request comes from an
+    administrator.
     """
 
     slot: str
@@ -48,12 +51,18 @@ class SlotWanted:
     exclusive: bool = False
     start: bool = True
     used: float | None = None
+    account: int | None = None
+    admin: bool = False
+    joined: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DomainAdopted:
-    """A domain of an earlier daemon was found alive and proven to be ours; or programs that live on are of
-    one of which nothing is left (HEADLESS, with no process). `bereft`: see core.state.Domain."""
+    """A domain of an earlier daemon was found alive and verified.
+
+    HEADLESS without a control process: the domain itself has ended, but programs of it live on. `bereft`,
+    `private`: see core.state.Domain.
+    """
 
     domain: str
     slot: str
@@ -63,31 +72,50 @@ class DomainAdopted:
     server: ProcessInstance | None
     server_state: ServerState
     bereft: frozenset[ProcessInstance] = frozenset()
+    private: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRestored:
-    """The descriptor store kept leases of a client that died while no daemon was there, by number."""
+    """The descriptor store holds leases, by number, of a client that exited while no daemon ran.
+
+    `listed`: its server had named it.
+    """
 
     domain: str
     facts: ProcessFacts
     spaces: tuple[int, ...]
+    listed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptionDone:
-    """Everything an earlier daemon left was taken over; what is missing may be started."""
+    """All remains of an earlier daemon were taken over; missing domains may be started."""
 
 
 @dataclass(frozen=True, slots=True)
 class DomainStarted:
+    """`private`: see core.state.Domain."""
+
     domain: str
     control: ProcessInstance
     server: ProcessInstance | None
+    private: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DomainStartFailed:
+    """A domain did not start. `by_server`: the server itself gave the reason, so it is hardly transient."""
+
+    domain: str
+    reason: str
+    by_server: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DomainUnreachable:
+    """New clients cannot connect to this domain, whatever its processes do. mpsd cannot mend that."""
+
     domain: str
     reason: str
 
@@ -105,8 +133,11 @@ class ControlDied:
 
 @dataclass(frozen=True, slots=True)
 class ServerSeen:
+    """`uid`: the user that the server runs for, if it was read."""
+
     domain: str
     server: ProcessInstance
+    uid: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +154,7 @@ class ServerStateSeen:
 
 @dataclass(frozen=True, slots=True)
 class ServerAtFault:
-    """This server has been in a call of the driver ever since an Xid of this GPU that names nobody."""
+    """This server has been inside a driver call since an Xid of this GPU that names no process."""
 
     domain: str
     server: ProcessInstance
@@ -131,27 +162,50 @@ class ServerAtFault:
 
 
 @dataclass(frozen=True, slots=True)
+class LogStateSeen:
+    """Whether the log of a domain announces its clients has changed. `reason`: why it does not."""
+
+    domain: str
+    log: LogState
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientsUnpinned:
+    """So many clients that the server of a domain lists have no pin for want of descriptors."""
+
+    domain: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerFatalLogged:
-    """server.log says that the server handles a fatal GPU error. `culprit` is a pid it names."""
+    """A domain's log says that its server handles a fatal GPU error.
+
+    This is text. Whether it decides anything depends on the domain (core.faults.sources).
+    """
 
     domain: str
     text: str
-    culprit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ClientRefused:
-    """A client came to a domain that could not take it (it saw error 807)."""
+    """A domain could not take a new client, which saw error 807.
+
+    `full`: error 808, because its server had no place for another client.
+    """
 
     domain: str
     pid: int
+    full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ClientNoticed:
-    """A pinned process joined a domain, so its log says. It may not have an address space yet.
+    """A pinned process joined a domain, according to the domain's log. It may not have an address space yet.
 
-    `listed`: the server said so when it was asked.
+    `listed`: the server named the process when it was asked.
     """
 
     domain: str
@@ -160,11 +214,30 @@ class ClientNoticed:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientAttached:
-    """Leases are held for this many address spaces, numbered from `space`; `tracked`: faults are seen.
+class ForeignNoticed:
+    """A log line named a process of a user that is not in that domain. Only a list makes it a client."""
 
-    `unstored`: the numbers of those that the descriptor store does not hold yet. `apart`: none of them is
-    held for another domain as well.
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClientsListed:
+    """The server of a domain has listed its clients.
+
+    `began`: monotonic seconds at which the server was asked.
+    """
+
+    domain: str
+    began: float
+    pids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientAttached:
+    """Leases are held for this many address spaces, numbered from `space`. `tracked`: faults are visible.
+
+    `unstored`: the numbers that the descriptor store does not hold yet. `apart`: none of these address spaces
+    is also leased for another domain.
     """
 
     domain: str
@@ -179,7 +252,7 @@ class ClientAttached:
 
 @dataclass(frozen=True, slots=True)
 class LeaseStored:
-    """A lease that was late is in the descriptor store now: it does not end with the daemon any more."""
+    """The descriptor store holds a delayed lease now, so the lease survives the daemon."""
 
     client: ClientId
 
@@ -194,14 +267,14 @@ class AttachFailed:
 
 @dataclass(frozen=True, slots=True)
 class ClientDied:
-    """The pidfd became readable."""
+    """The process has exited: its pidfd became readable."""
 
     process: ProcessInstance
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLeft:
-    """The process lives on but is no client any more: exec, or it closed its context."""
+    """The process lives on but is no client any more, after an exec or a closed context."""
 
     process: ProcessInstance
     how: str
@@ -209,7 +282,7 @@ class ClientLeft:
 
 @dataclass(frozen=True, slots=True)
 class WorkEnded:
-    """Nothing that this dead client left on the GPU can run any more."""
+    """No work that this exited client left on the GPU can still run. `sign`: the evidence."""
 
     client: ClientId
     sign: str
@@ -217,8 +290,10 @@ class WorkEnded:
 
 @dataclass(frozen=True, slots=True)
 class WorkRuns:
-    """A look that was asked for has found work on the GPU. `clients`: of one domain, those that the life of
-    the dead process was whose work it is; `left`: what, in words."""
+    """A requested check found work on the GPU. `clients`: the clients of one domain that owned it.
+
+    `left`: a description of the work.
+    """
 
     clients: tuple[ClientId, ...]
     left: str
@@ -226,7 +301,7 @@ class WorkRuns:
 
 @dataclass(frozen=True, slots=True)
 class WorkNotVisible:
-    """This machine does not show when the work of this dead client ends."""
+    """This machine does not show when the work of this exited client ends."""
 
     client: ClientId
 
@@ -235,9 +310,9 @@ class WorkNotVisible:
 class UvmFatal:
     """A fault that UVM could not service.
 
-    `own_memory`: at an address where the vault holds memory for its process, which a context in use has
-    mapped: it is met there by a context that the process has left. `age_s`: for how long it had been there,
-    by the driver's stamp, when it was read.
+    `own_memory`: the vault holds memory for this process at the address, mapped by a context in use. Such a
+    fault comes from an old context that the process has left. `age_s`: age of the event when it was read,
+    from the driver's stamp.
     """
 
     client: ClientId
@@ -248,9 +323,9 @@ class UvmFatal:
 
 @dataclass(frozen=True, slots=True)
 class GuardHit:
-    """Guard zones of this client absorbed `count` accesses, `event` the first of them.
+    """Guard zones of this client absorbed `count` accesses; `event` is the first of them.
 
-    `liveness` was read just before. `idle`: its ledger says that whatever it launched has ended.
+    `liveness` was read just before. `idle`: the client's ledger says that all its launched work has ended.
     """
 
     client: ClientId
@@ -263,8 +338,10 @@ class GuardHit:
 
 @dataclass(frozen=True, slots=True)
 class KernelFaultSeen:
-    """A record of the kernel part. `liveness` of its process was read just before; `own_memory` and `age_s`
-    as for UvmFatal; `idle` as for GuardHit."""
+    """A record of the kernel module. `liveness` of its process was read just before.
+
+    `own_memory`, `age_s`: as in UvmFatal. `idle`: as in GuardHit.
+    """
 
     fault: KernelFault
     liveness: Liveness
@@ -275,7 +352,7 @@ class KernelFaultSeen:
 
 @dataclass(frozen=True, slots=True)
 class HitDescribed:
-    """What the client's own ledger says of a guard hit; None: nothing."""
+    """Entry of the client's own ledger for a guard hit. None: the ledger has none."""
 
     fault: int
     nearby: Nearby | None
@@ -284,7 +361,7 @@ class HitDescribed:
 
 @dataclass(frozen=True, slots=True)
 class ZonePolicySet:
-    """What is to be done with this process when a guard zone absorbs an access of it."""
+    """The policy of this process for absorbed accesses was set."""
 
     process: ProcessInstance
     policy: ZonePolicy
@@ -292,14 +369,14 @@ class ZonePolicySet:
 
 @dataclass(frozen=True, slots=True)
 class FreezeRestored:
-    """An earlier daemon had stopped this process."""
+    """An earlier daemon stopped this process."""
 
     process: ProcessInstance
 
 
 @dataclass(frozen=True, slots=True)
 class FreezeRefused:
-    """A process was not stopped: when it was looked at once more, it was not the user's own."""
+    """A process was not stopped: the check before the signal found that another user may own it."""
 
     process: ProcessInstance
     reason: str
@@ -307,7 +384,7 @@ class FreezeRefused:
 
 @dataclass(frozen=True, slots=True)
 class LivenessSeen:
-    """How a process that mpsd has stopped stands now."""
+    """Scheduling state of a process that mpsd has stopped."""
 
     process: ProcessInstance
     liveness: Liveness
@@ -315,10 +392,10 @@ class LivenessSeen:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """What was found at a fault's address in the offender's own address space."""
+    """Kind of mapping found at a fault's address in the offender's own address space."""
 
     fault: int
-    lies_there: LiesThere
+    lies_there: AddressKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,17 +405,32 @@ class NvmlXidSeen:
 
 @dataclass(frozen=True, slots=True)
 class KernelXidSeen:
-    """`gpu` is the uuid that belongs to the line's PCI address, None if there is none."""
+    """An Xid line of the kernel log. `gpu`: the uuid of the line's PCI address, None if there is none."""
 
     gpu: str | None
     xid: KernelXid
 
 
 @dataclass(frozen=True, slots=True)
-class EvictRequested:
-    """Evict this process; `liveness` was read just before. `request` is answered when it is done.
+class ProcessIdentified:
+    """The answer to Identify about a process that the kernel log named.
 
-    `owner`: the user who asks, who may have only his own processes killed; None for the admin.
+    `facts`: None if no process with this pid and name runs since before the line. `on_mps`: whether NVML
+    lists it as a client of an MPS server; None if NVML does not list it.
+    """
+
+    gpu: str
+    logged: LoggedProcess
+    facts: ProcessFacts | None
+    on_mps: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class EvictRequested:
+    """Evict this process and answer `request` when it is done. `liveness` was read just before.
+
+    `owner`: the requesting user, with power over that user's own processes only; None for an administrator.
+    `requester`: for the audit log.
     """
 
     process: ProcessInstance
@@ -346,11 +438,12 @@ class EvictRequested:
     request: str
     reason: str
     owner: int | None = None
+    requester: Requester | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TerminateFinished:
-    """terminate_client came back (or did not). `done`: the server confirmed it."""
+    """terminate_client returned or missed its deadline. `done`: the server confirmed it."""
 
     process: ProcessInstance
     done: bool
@@ -358,8 +451,16 @@ class TerminateFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuLost:
+    """An earlier mpsd saw that this GPU does not work any more, and the GPU still does not answer."""
+
+    gpu: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """Stop (or resume) giving out slots on these GPUs; empty means all."""
+    """Stop or resume new slots on these GPUs. Empty means all GPUs."""
 
     gpus: tuple[str, ...]
     on: bool
@@ -367,12 +468,15 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """End every domain once the daemon stops (--stop-domains)."""
+    """End every domain when the daemon stops (--stop-domains)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillRefused:
-    """A process was not killed: when it was looked at once more, it was not the user's own (Kill.owner)."""
+    """A process was not killed: the check before the signal found that another user may own it.
+
+    See Kill.owner.
+    """
 
     process: ProcessInstance
     reason: str
@@ -380,7 +484,7 @@ class KillRefused:
 
 @dataclass(frozen=True, slots=True)
 class ModeSeen:
-    """The compute mode of a slot's GPUs admits one server only (or no longer so)."""
+    """The compute mode of a slot's GPUs changed. `exclusive`: it admits one server only."""
 
     slot: str
     exclusive: bool
@@ -388,28 +492,28 @@ class ModeSeen:
 
 @dataclass(frozen=True, slots=True)
 class GpuFull:
-    """A GPU has less memory left than is kept free for programs that cannot ask for it."""
+    """A GPU's free memory is below the reserve for programs that cannot ask for it."""
 
     gpu: str
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Something to be counted and shown, without consequence."""
+    """Counters to be added up and shown, without further consequences."""
 
     counters: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class CopiesSeen:
-    """The copies of the driver were looked at; `problem`: why there are none, empty when there are."""
+class DriverFilesSeen:
+    """The driver files for standby contexts were checked. `problem`: why there are none, else empty."""
 
     problem: str
 
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """A timer armed by an ArmTimer effect has run out."""
+    """A timer of an ArmTimer effect has expired."""
 
     kind: str
     subject: str
@@ -422,15 +526,20 @@ Event = (
     | AdoptionDone
     | DomainStarted
     | DomainStartFailed
+    | DomainUnreachable
     | DomainStopped
     | ControlDied
     | ServerSeen
     | ServerDied
     | ServerStateSeen
     | ServerAtFault
+    | LogStateSeen
+    | ClientsUnpinned
+    | ClientsListed
     | ServerFatalLogged
     | ClientRefused
     | ClientNoticed
+    | ForeignNoticed
     | ClientAttached
     | LeaseStored
     | AttachFailed
@@ -450,15 +559,17 @@ Event = (
     | Inspected
     | NvmlXidSeen
     | KernelXidSeen
+    | ProcessIdentified
     | EvictRequested
     | TerminateFinished
     | DrainRequested
+    | GpuLost
     | StopRequested
     | KillRefused
     | ModeSeen
     | GpuFull
     | Counted
     | MemberEvent
-    | CopiesSeen
+    | DriverFilesSeen
     | TimerFired
 )

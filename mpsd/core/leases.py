@@ -1,24 +1,29 @@
-"""Giving up leases, and the pins of processes that are no clients any more."""
+"""Release of leases, and of the pins of processes that are no clients any more."""
 
 from __future__ import annotations
 
-from mpsd.core import fates
+from mpsd.base.model import ProcessInstance
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Forget, ReleaseLease
+from mpsd.core.failover import outcomes
 from mpsd.core.state import Client
-from mpsd.model import ProcessInstance
 
 
 def release(draft: Draft, client: Client) -> None:
-    """Give up the lease of a dead client and forget it; its pin goes with its last address space."""
+    """Release the lease of an exited client and forget it.
+
+    Its pin is released with its last address space.
+    """
     draft.emit(ReleaseLease(client.id, client.facts.uid))
     draft.drop_client(client)
     forget_if_done(draft, client.id.process)
 
 
-def release_dead(draft: Draft, domain: str) -> None:
-    """Release every dead client of a domain in which nothing it left can harm anybody any more; so too who
-    lives, and has nothing but an idle context there."""
+def release_exited(draft: Draft, domain: str) -> None:
+    """Release every exited client of a domain in which its work can harm no client any more.
+
+    Living processes with only an idle context there are released too.
+    """
     for client in tuple(draft.state.clients_of(domain)):
         if not client.living:
             release(draft, client)
@@ -26,14 +31,17 @@ def release_dead(draft: Draft, domain: str) -> None:
 
 
 def release_idle(draft: Draft, domain: str) -> None:
-    """Release who lives, and has nothing but an idle context there: but for one that may have just come."""
+    """Release clients with only an idle context in the domain.
+
+    Exception: a participant that may be failing over to it right now.
+    """
     for client in tuple(draft.state.clients_of(domain)):
-        if draft.state.is_idle(client) and not fates.comes(draft.state, client):
+        if draft.state.is_idle(client) and not outcomes.is_coming(draft.state, client):
             release(draft, client)
 
 
 def release_blind(draft: Draft, domain: str) -> None:
-    """Release the dead whose work cannot be seen, once nobody is left whom it could harm."""
+    """Release exited clients with invisible work once the domain has no living client that it could harm."""
     if any(draft.state.living_of(domain)):
         return
     for client in tuple(draft.state.clients_of(domain)):
@@ -42,5 +50,6 @@ def release_blind(draft: Draft, domain: str) -> None:
 
 
 def forget_if_done(draft: Draft, process: ProcessInstance) -> None:
+    """Close the pin of a process that has no client left."""
     if not any(draft.state.spaces_of(process)):
         draft.emit(Forget(process))

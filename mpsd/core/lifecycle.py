@@ -1,18 +1,25 @@
-"""The state machines, as tables: what is not written here cannot happen.
+"""State machines of domains and clients, as tables. A transition that is not listed cannot happen.
 
-A domain is STARTING until its control daemon answers, then WARM (a spare, its server running) until a
-slot makes it ACTIVE. It leaves ACTIVE for one of four reasons, and never returns, with one exception:
-FAULTED (a client's fault took the server), POISONED (a dead client's kernel never ends), RETIRED (the
-server died or the slot moved on) and HEADLESS (the control daemon died; clients may live on). In each
-of them it drains by itself; when the last living client has gone it is STOPPING, then forgotten. The
-exception: in compute mode EXCLUSIVE_PROCESS no second server can exist, so a faulted domain that has
-emptied is used again (RECOVERED).
+A domain is STARTING until its control daemon answers. Then it is WARM (a standby domain with a running
+server) until a slot makes it ACTIVE. A domain leaves ACTIVE for one of five states:
 
-A client is NOTICED when the control log names it and its process is pinned; ATTACHED once its address
-space is leased. One that cannot be attached is UNPROTECTED and lives on: protection lost is shown, the
-client is never harmed for it. Eviction goes TERMINATING -> KILLING, or straight to KILLING where asking
-would stall everybody. A dead client with a lease is LINGERING until its work has ended; HELD when it
-never does. Leaving the table (GONE) is the only way out.
+- FULL: it has as many clients as it takes. They work on, and new clients go to the next domain.
+- FAULTED: the fault of a client took the server.
+- POISONED: a kernel of an exited client never ends.
+- RETIRED: the server died, clients cannot connect to it any more, or the slot moved on.
+- HEADLESS: the control daemon died; clients may live on.
+
+In each of them the domain drains. When the last living client has ended, the domain is STOPPING, then
+forgotten. A domain returns to ACTIVE in two cases only:
+
+- RECOVERED: in compute mode EXCLUSIVE_PROCESS no second server can exist, so an empty faulted one is reused.
+- ACTIVATED: a full domain with places again is reused if its slot may have no further full domain.
+
+A client is NOTICED when the control log names it and its process is pinned. It is ATTACHED once its address
+space is leased. A client that cannot be attached is UNPROTECTED: status shows the lost protection, and the
+client runs on. Eviction goes from TERMINATING to KILLING, or straight to KILLING if terminate_client would
+stall other clients. An exited client with a lease is LINGERING until its work has ended, and HELD if the work
+never ends. A client with no next state is forgotten.
 """
 
 from __future__ import annotations
@@ -32,7 +39,9 @@ class DomainTrigger(StrEnum):
     POISON = "poison"
     SERVER_DIED = "server died"
     CONTROL_DIED = "control died"
+    UNREACHABLE = "unreachable"
     RETIRE = "retire"
+    FULL = "full"
     EMPTY = "empty"
 
 
@@ -55,6 +64,7 @@ DOMAIN_TABLE: dict[D, dict[DomainTrigger, D]] = {
         T.POISON: D.POISONED,
         T.SERVER_DIED: D.RETIRED,
         T.CONTROL_DIED: D.HEADLESS,
+        T.UNREACHABLE: D.RETIRED,
         T.RETIRE: D.RETIRED,
     },
     D.ACTIVE: {
@@ -62,7 +72,18 @@ DOMAIN_TABLE: dict[D, dict[DomainTrigger, D]] = {
         T.POISON: D.POISONED,
         T.SERVER_DIED: D.RETIRED,
         T.CONTROL_DIED: D.HEADLESS,
+        T.UNREACHABLE: D.RETIRED,
         T.RETIRE: D.RETIRED,
+        T.FULL: D.FULL,
+    },
+    D.FULL: {
+        T.ACTIVATED: D.ACTIVE,
+        T.FAULT: D.FAULTED,
+        T.POISON: D.POISONED,
+        T.SERVER_DIED: D.RETIRED,
+        T.CONTROL_DIED: D.HEADLESS,
+        T.RETIRE: D.RETIRED,
+        T.EMPTY: D.STOPPING,
     },
     D.FAULTED: {
         T.RECOVERED: D.ACTIVE,
@@ -103,11 +124,11 @@ CLIENT_TABLE: dict[C, dict[ClientTrigger, C | None]] = {
     C.LINGERING: {K.ENDLESS: C.HELD, K.RELEASED: None},
     C.HELD: {K.RELEASED: None},
 }
-"""None: the client is forgotten. A client that dies without a lease is forgotten whatever its state."""
+"""None: the client is forgotten. A client that exits without a lease is forgotten in any state."""
 
 
 def next_domain_state(state: D, trigger: DomainTrigger) -> D | None:
-    """The state that follows, or None when the trigger means nothing in this state."""
+    """Return the next state, or None if the trigger has no meaning in this state."""
     return DOMAIN_TABLE[state].get(trigger)
 
 
@@ -116,5 +137,5 @@ def allows(state: C, trigger: ClientTrigger) -> bool:
 
 
 def next_client_state(state: C, trigger: ClientTrigger) -> C | None:
-    """The state that follows (None: forgotten). Raises KeyError for an impossible trigger."""
+    """Return the next state (None: forgotten). Raises KeyError for an impossible trigger."""
     return CLIENT_TABLE[state][trigger]

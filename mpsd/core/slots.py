@@ -1,47 +1,188 @@
-"""Slots of users who have long been away: given up where they are in the way, and never in use.
+"""Admission of slots, and retirement of slots that make way for others. A slot with clients is never retired.
 
-While a slot is there its path never is absent, for a client that finds no socket runs outside MPS without
-a word. So a slot is retired only when there is no room for another one, or when an earlier daemon left
-nothing of it running; then its path goes first, and whoever came by it before is served to the end.
+While a slot exists, its path is never absent: a client that finds no socket silently runs outside MPS. So a
+slot is retired only if a limit on slots is reached, or if an earlier daemon left nothing of it running. Its
+path is removed first, and clients that used the path before are served to their end.
+
+Shares count by account: the subordinate uids of a user count as that user. A newcomer displaces a slot that
+was unused for long, then a slot of the largest account. A slot that no client has ever used goes first.
+Administrators have a reserve at every limit. Shared slots are few, and no limit refuses them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from enum import StrEnum
 
 from mpsd.core import domains
 from mpsd.core.draft import Draft
-from mpsd.core.effects import DropPath
+from mpsd.core.effects import ArmTimer, DropPath
+from mpsd.core.events import SlotWanted
 from mpsd.core.lifecycle import DomainTrigger
-from mpsd.core.state import SERVING, Slot
+from mpsd.core.state import SERVING, Slot, State
+
+ADMIN_RESERVE = 4
+"""Slots beyond the limit that only administrators get."""
+USED_GRACE_S = 60.0
+"""Time [s] after the last use of a slot in which fair shares leave it alone, if a client has ever used it."""
+START_WINDOW_S = 60.0
+STARTS, STARTS_PER_ACCOUNT = 96, 16
+"""Limits on new slots within START_WINDOW_S of accounts without a client: of all of them, and of each.
+
+At STARTS an account without its equal share may still start one. Twice as many is the limit for all.
+"""
+
+
+class SlotRefusal(StrEnum):
+    """Reason for refusing a slot: the limit on slots, the account's share, or the limit on starts."""
+
+    FULL = "full"
+    SHARE = "share"
+    RATE = "rate"
+    ACCOUNT_RATE = "account-rate"
+
+
+MINUTE_S = 60.0
+STARTS_PER_MINUTE = 40
+"""Starts of domains of one slot within a minute before the next one is delayed. Faults of its own clients at
+the rate of `failover.per_minute` stay far below."""
+
+
+def may_start(draft: Draft, slot: Slot) -> bool:
+    """Return whether a domain may be started for this slot now; otherwise start it after a growing delay."""
+    recent = [at for at in slot.starts if draft.now - at < MINUTE_S]
+    excess, policy = len(recent) - STARTS_PER_MINUTE, draft.state.policy
+    if excess < 0:
+        return True
+    delay = min(policy.start_retry_s * 2 ** min(excess, 16), policy.start_retry_max_s)
+    wait = recent[-1] + delay - draft.now
+    if wait <= 0:
+        return True
+    draft.emit(ArmTimer("ensure", slot.id, wait))
+    if not slot.delayed:
+        draft.put_slot(replace(slot, delayed=True))
+        draft.count("domain_starts_delayed")
+        draft.publish("domain-start-delayed", slot.uid, slot=slot.id, starts=len(recent), retry_s=wait)
+    return False
+
+
+def note_start(draft: Draft, slot: str) -> None:
+    """Note the start of a domain of this slot."""
+    known = draft.state.slots[slot]
+    recent = (at for at in known.starts if draft.now - at < MINUTE_S)
+    draft.put_slot(replace(known, starts=(*recent, draft.now), delayed=False))
 
 
 def touch(draft: Draft, domain: str) -> None:
-    """A client of this domain comes or goes."""
+    """Note the time at which a client of this domain started or ended."""
     slot = draft.state.slots[draft.state.domains[domain].slot]
-    draft.put_slot(replace(slot, used=draft.now))
+    draft.put_slot(replace(slot, used=draft.now, joined=True))
 
 
-def room(draft: Draft) -> bool:
-    """Whether one more slot may be; where there are too many, the longest unused one makes room."""
-    serving = [s for s in draft.state.slots.values() if not s.retiring]
-    policy = draft.state.policy
-    if len(serving) < policy.max_slots:
-        return True
-    idle = [s for s in serving if draft.now - s.used > policy.slot_idle_s and _may_go(draft, s)]
-    if idle:
-        retire(draft, min(idle, key=lambda s: (s.used, s.id)))
-    return bool(idle)
+def refusal(state: State, wanted: SlotWanted, now: float) -> SlotRefusal | None:
+    """Return why this slot would be refused now; None if it exists or would be admitted."""
+    slot = state.slots.get(wanted.slot)
+    return _admission(state, wanted, now)[0] if slot is None or slot.retiring else None
 
 
-def forgotten(draft: Draft, slot: Slot) -> bool:
-    """Whether a restored slot is not to be started again: nothing of it runs, and its user is long away."""
+def make_space(draft: Draft, wanted: SlotWanted) -> bool:
+    """Return whether another slot may exist. Retire the slot that it displaces, if any."""
+    refused, displaced = _admission(draft.state, wanted, draft.now)
+    if refused is not None:
+        return False
+    if displaced is not None:
+        retire(draft, displaced)
+    account = _account(wanted)
+    if account is not None and _is_limited(draft.state, wanted):
+        recent = _recent_starts(draft.state, draft.now)
+        draft.state = replace(draft.state, slot_starts=(*recent, (draft.now, account)))
+    return True
+
+
+def _admission(state: State, wanted: SlotWanted, now: float) -> tuple[SlotRefusal | None, Slot | None]:
+    """Return why a new slot is refused, or which slot it displaces."""
+    account = _account(wanted)
+    if account is None:
+        return None, None
+    if _is_limited(state, wanted):
+        recent = [by for _, by in _recent_starts(state, now)]
+        if recent.count(account) >= STARTS_PER_ACCOUNT:
+            return SlotRefusal.ACCOUNT_RATE, None
+        share = max(1, STARTS // (len(set(recent)) + 1))
+        if len(recent) >= 2 * STARTS or (len(recent) >= STARTS and recent.count(account) >= share):
+            return SlotRefusal.RATE, None
+    serving = [s for s in state.slots.values() if not s.retiring]
+    limit = state.policy.max_slots
+    if not wanted.admin and _has_its_share(state, account, serving, now):
+        own = [s for s in serving if s.accountable == account and not s.joined and _may_go(state, s)]
+        return (None, min(own, key=_age)) if own else (SlotRefusal.SHARE, None)
+    if len(serving) < limit + (ADMIN_RESERVE if wanted.admin else 0):
+        return None, None
+    displaced = _displaced(state, account, serving, now)
+    return (None, displaced) if displaced is not None else (SlotRefusal.FULL, None)
+
+
+def _has_its_share(state: State, account: int, serving: list[Slot], now: float) -> bool:
+    """Return whether an account has half of the slots, or a quarter while no more than a quarter is free."""
+    limit = state.policy.max_slots
+    held = sum(1 for s in serving if s.accountable == account)
+    quarter = max(1, limit // 4)
+    if held < quarter or held >= max(1, limit // 2):
+        return held >= quarter
+    free = limit - len(serving) + len(_long_idle(state, [s for s in serving if _may_go(state, s)], now))
+    return free <= quarter
+
+
+def _long_idle(state: State, idle: list[Slot], now: float) -> list[Slot]:
+    return [s for s in idle if now - s.used > state.policy.slot_idle_s]
+
+
+def _displaced(state: State, account: int, serving: list[Slot], now: float) -> Slot | None:
+    """Return the slot that makes way for a new one of this account, if any."""
+    idle = [s for s in serving if _may_go(state, s)]
+    if long_idle := _long_idle(state, idle, now):
+        return min(long_idle, key=_age)
+    held = Counter(s.accountable for s in serving)
+
+    def gives_way(slot: Slot) -> bool:
+        if slot.joined:
+            return held[slot.accountable] > held[account] + 1 and now - slot.used > USED_GRACE_S
+        return held[slot.accountable] > held[account] or slot.accountable == account
+
+    candidates = [s for s in idle if gives_way(s)]
+    return min(candidates, key=lambda s: (-held[s.accountable], s.joined, *_age(s)), default=None)
+
+
+def _age(slot: Slot) -> tuple[float, str]:
+    return slot.used, slot.id
+
+
+def _account(wanted: SlotWanted) -> int | None:
+    """Return the user that answers for a slot; None for a shared slot."""
+    return wanted.uid if wanted.uid is None or wanted.account is None else wanted.account
+
+
+def _is_limited(state: State, wanted: SlotWanted) -> bool:
+    """Return whether the limits on starts apply: not to administrators, nor to accounts with clients."""
+    account = _account(wanted)
+    living = (c for c in state.clients.values() if c.living)
+    with_clients = {state.slots[state.domains[c.id.domain].slot].accountable for c in living}
+    return not wanted.admin and account not in with_clients
+
+
+def _recent_starts(state: State, now: float) -> tuple[tuple[float, int], ...]:
+    return tuple(start for start in state.slot_starts if now - start[0] < START_WINDOW_S)
+
+
+def is_expired(draft: Draft, slot: Slot) -> bool:
+    """Return whether a restored slot stays stopped: nothing of it runs, and its last use is long ago."""
     runs = any(d.slot == slot.id for d in draft.state.domains.values())
     return slot.uid is not None and not runs and draft.now - slot.used > draft.state.policy.slot_forget_s
 
 
 def retire(draft: Draft, slot: Slot) -> None:
-    """Give a slot up. Its domains drain by themselves, should somebody be in them all the same."""
+    """Retire a slot. Domains of it that still have clients drain."""
     draft.put_slot(replace(slot, active=None, spare=None, retiring=True))
     draft.emit(DropPath(slot.id))
     draft.count("slots_retired")
@@ -59,17 +200,17 @@ def drop_retired(draft: Draft, name: str) -> None:
         draft.drop_slot(name)
 
 
-def end(draft: Draft, name: str) -> None:
-    """mpsd stops its domains for good: with its last one a slot goes, and its path, which leads nowhere now.
+def remove_if_empty(draft: Draft, name: str) -> None:
+    """Remove a slot and its path with its last domain, when mpsd stops its domains for good.
 
-    The next mpsd starts a domain for whoever asks it, and not for everybody who ever did.
+    The next mpsd then starts domains only for users that ask for one.
     """
     if name in draft.state.slots and all(d.slot != name for d in draft.state.domains.values()):
         draft.drop_slot(name)
         draft.emit(DropPath(name))
 
 
-def _may_go(draft: Draft, slot: Slot) -> bool:
-    """Everybody's slot never goes, nor one that has a client, living or dead."""
-    clients = draft.state.clients.values()
-    return slot.uid is not None and all(draft.state.domains[c.id.domain].slot != slot.id for c in clients)
+def _may_go(state: State, slot: Slot) -> bool:
+    """Return whether a slot may be retired: it is not shared, and has no client, living or exited."""
+    clients = state.clients.values()
+    return slot.uid is not None and all(state.domains[c.id.domain].slot != slot.id for c in clients)

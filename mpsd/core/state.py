@@ -1,26 +1,37 @@
-"""The daemon's whole state as frozen values, and what must always hold of it.
+"""The daemon's whole state as frozen values, and its invariants.
 
-A SLOT is a stable path that clients use: one set of GPUs for one user (or shared). It leads to its
-ACTIVE domain and keeps a SPARE one warm. A DOMAIN is one control daemon with its server: what dies
-together. A CLIENT is one address space of one process instance in one domain.
+A SLOT is a stable path that clients use: one set of GPUs for one user, or shared. It leads to its ACTIVE
+domain and keeps a standby domain warm (`spare`). A DOMAIN is one control daemon with its server and clients,
+which fail together. A CLIENT is one address space of one process instance in one domain.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-from mpsd.core.records import Evidence, FaultRecord
-from mpsd.core.standby import FailoverRecord, Member
-from mpsd.model import ClientId, FailoverMode, ProcessFacts, ProcessInstance, ServerState, ZonePolicy
+from mpsd.base.model import (
+    ClientId,
+    FailoverMode,
+    ProcessFacts,
+    ProcessInstance,
+    Requester,
+    ServerState,
+    ZonePolicy,
+)
+from mpsd.base.protection import ProtectionLevel
+from mpsd.core.failover.participants import FailoverRecord, Participant
+from mpsd.core.faults.records import Evidence, FaultRecord, LoggedProcess, UnconfirmedFault
 
 
 class DomainState(StrEnum):
     STARTING = "starting"
     WARM = "warm"
     ACTIVE = "active"
+    FULL = "full"
     FAULTED = "faulted"
     POISONED = "poisoned"
     RETIRED = "retired"
@@ -39,6 +50,18 @@ class ClientState(StrEnum):
     HELD = "held"
 
 
+class LogState(StrEnum):
+    """Whether a domain's log announces every client. In the other states its clients may be incomplete.
+
+    INCOMPLETE: lines wait, were skipped or could not be written, and no later client list has come yet.
+    QUIET: the log does not announce clients any more.
+    """
+
+    WORKS = "works"
+    INCOMPLETE = "incomplete"
+    QUIET = "quiet"
+
+
 LIVING = frozenset(
     {
         ClientState.NOTICED,
@@ -49,12 +72,14 @@ LIVING = frozenset(
     }
 )
 SERVING = frozenset({DomainState.STARTING, DomainState.WARM, DomainState.ACTIVE})
-"""States in which a new client may be sent to a domain, now or in a moment."""
+"""States in which new clients may be sent to a domain, now or after its start."""
+HOSTING = SERVING | {DomainState.FULL}
+"""States in which clients of a domain work, or will; the slot keeps a standby domain for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the operator chose; times in seconds. See mpsd.config for the meaning of each key."""
+    """The operator's settings; times in seconds. mpsd.config.schema explains each key."""
 
     spare: bool = True
     kill_victims_after_s: float = 0.0
@@ -66,25 +91,37 @@ class Policy:
     start_retry_s: float = 1.0
     start_retry_max_s: float = 60.0
     evidence_window_s: float = 2.0
-    # Anybody who can become many users (a user namespace has 65536) must not start as many servers.
+    # A user namespace has 65536 users: without a limit it could start as many servers.
     max_slots: int = 64
     slot_idle_s: float = 600.0
     slot_forget_s: float = 86400.0
     zone_policy: ZonePolicy = ZonePolicy.EVICT
-    # OFF: there is no fail-over. Otherwise the most that a program may have.
+    # The highest level that driver, GPU and machine allow, whatever the setting.
+    reach: ProtectionLevel = ProtectionLevel.FAILOVER
+    # OFF: no fail-over. Otherwise the highest mode that a program may get.
     failover: FailoverMode = FailoverMode.OFF
+    # Users (uid) and GPUs (UUID) whose protection level is below fail-over.
+    users_without_failover: frozenset[int] = frozenset()
+    gpus_without_failover: frozenset[str] = frozenset()
     moves_per_minute: int = 3
     move_wait_s: float = 2.0
     standby_linger_s: float = 60.0
     evict_offender: bool = True
+    attach_deadline_s: float = 60.0
+    clients_per_domain: int = 48
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`uid` None means shared by all users. `exclusive`: the GPU's compute mode admits one server.
+    """A stable path. `uid` None: shared by all users. `exclusive`: the GPU's compute mode admits one server.
 
-    `used`: monotonic seconds when it was last asked for, or a client of it came or went. `retiring`: its
-    path is gone; the slot itself goes with its last domain, unless somebody asks for it before.
+    `used`: monotonic seconds of its last request, or of the last start or end of a client. `retiring`: its
+    path is removed; the slot goes with its last domain, unless a user asks for it before. `lost`: number of
+    domains in a row that became unreachable. `paused`: the next domain starts with the timer "ensure".
+    `quiet_replaced`: monotonic seconds at which a domain was last replaced because of its quiet log.
+    `starts`: the latest starts of its domains [monotonic s]. `delayed`: their number delays the next one.
+    `account`: the user that answers for `uid` (its owner if it is a subordinate uid); None: `uid` itself.
+    `joined`: a client has used the slot.
     """
 
     id: str
@@ -96,12 +133,27 @@ class Slot:
     failures: int = 0
     used: float = 0.0
     retiring: bool = False
+    lost: int = 0
+    paused: bool = False
+    quiet_replaced: float | None = None
+    starts: tuple[float, ...] = ()
+    delayed: bool = False
+    account: int | None = None
+    joined: bool = False
+
+    @property
+    def accountable(self) -> int | None:
+        """Return the user whose share the slot counts against; None for a shared slot."""
+        return self.uid if self.account is None else self.account
 
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
-    """Monotonic seconds: before `until` a fault may be of its work, and before `named` it is taken for that,
-    where it can be of nobody else's."""
+    """A participant with a turn that ended before its work was known to have ended.
+
+    `until`, `named` [monotonic s]: before `until` a fault may belong to this work. Before `named` such a
+    fault is attributed to it, if no other client is possible.
+    """
 
     process: ProcessInstance
     until: float
@@ -110,9 +162,19 @@ class Unproven:
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """`refused`: processes that saw error 807 here; `turned_away`: the latest of their pids. `bereft`: whose
-    contexts died with a server; another one may have come since, for those who still joined. `unproven`:
-    whose turns here ended before their work was known to have."""
+    """A fault domain. `refused`: count of processes with error 807; `turned_away`: the latest of their pids.
+
+    `refused_full`: count of processes with error 808, because the server had no place for another client.
+
+    `bereft`: processes with contexts that died with an earlier server; later clients may have a new server.
+    `unproven`: see Unproven. `list_after`: the domain is not stopped before its server has listed its
+    clients later than this [monotonic s]. `private`: only its user and root can enter it and write its log.
+    `suspected`: when a log that every user can write last reported a fault [monotonic s].
+    `server_lost`: when its idle server ended and its control daemon was given time to start another one.
+    `foreign`: times of the first and the latest log line with a process of another user. It may be a client
+    until a list has told.
+    `unpinned`: the number of listed clients that mpsd does not show for want of descriptors.
+    """
 
     id: str
     slot: str
@@ -125,34 +187,52 @@ class Domain:
     server_state: ServerState = ServerState.GONE
     last_fault: int | None = None
     refused: int = 0
+    refused_full: int = 0
     turned_away: tuple[int, ...] = ()
     problem: str = ""
     former_server: ProcessInstance | None = None
     bereft: frozenset[ProcessInstance] = frozenset()
     unproven: tuple[Unproven, ...] = ()
+    log: LogState = LogState.WORKS
+    list_after: float | None = None
+    private: bool = False
+    suspected: float = -math.inf
+    server_lost: float | None = None
+    foreign: tuple[float, float] | None = None
+    unpinned: int = 0
+
+    @property
+    def may_lack_clients(self) -> bool:
+        """Return whether the domain may have clients that mpsd does not know."""
+        return self.log is not LogState.WORKS or self.unpinned > 0
+
+    def owns(self, facts: ProcessFacts) -> bool:
+        """Return whether the process belongs to the domain's user, and to no other user besides."""
+        return self.uid is not None and facts.uid == self.uid and not facts.borrowed
 
     @property
     def generation(self) -> int:
-        """Its number as a standby; 0 for a name that is none of ours."""
+        """Its number as a standby domain; 0 if mpsd did not give this name."""
         digits = self.id.removeprefix("d")
         return int(digits) if digits.isdecimal() else 0
 
     @property
     def is_dead(self) -> bool:
-        """Whether the contexts in it are dead, or nobody is left who could end it in order."""
+        """Return whether its contexts are dead, or no control daemon is left to end them in order."""
         served_out = self.state is DomainState.RETIRED and self.server is None
         return served_out or self.state in (DomainState.FAULTED, DomainState.HEADLESS)
 
 
 POLICY = "policy"
-"""The requester of an eviction that nobody waits for."""
+"""Requester of an eviction that policy began; it gets no answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """An eviction under way: who asked (a request id or POLICY), since when, and when SIGKILL was sent.
+    """A pending eviction: its requester (a request id or POLICY), its start, and the time of SIGKILL.
 
-    `owner`: the user who asked, who may have only his own processes killed; None for policy and the admin.
+    `owner`: the requesting user, with power over that user's own processes only; None for policy and an
+    administrator. `peer`, `fault`, `fault_class`: for the audit log, as in core.effects.Grounds.
     """
 
     requester: str
@@ -161,15 +241,20 @@ class Eviction:
     steps: tuple[str, ...] = ()
     killed: float | None = None
     owner: int | None = None
+    peer: Requester | None = None
+    fault: int | None = None
+    fault_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """`leased`, `listed` (by the server, when asked): see mpsd.core.proof. `unstored`: its lease is held
-    by the daemon alone. `blind`: the end of its work is not seen. `zone_policy`: set for its process, None
-    where the default holds. `frozen`: stopped by mpsd itself, since when. `apart`: its address spaces were
-    told from those that its process has in other domains. `waited`: nothing of its process ran there when
-    that ended.
+    """A client of MPS. `leased`, `listed` (named by the server when asked): see mpsd.core.proof.
+
+    `unstored`: only the daemon holds its lease. `blind`: the end of its work is not visible. `zone_policy`:
+    set for its process, None for the default. `frozen`: time since which mpsd has it stopped. `apart`: its
+    address spaces are known to differ from those that its process has in other domains. `waited`: its process
+    ran no work there when it ended. `absent`: a list that should name it does not. `fault`: see
+    UnconfirmedFault.
     """
 
     id: ClientId
@@ -189,6 +274,8 @@ class Client:
     frozen: float | None = None
     apart: bool = False
     waited: bool = False
+    absent: bool = False
+    fault: UnconfirmedFault | None = None
 
     @property
     def living(self) -> bool:
@@ -197,21 +284,28 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """What is remembered for a while of a client that has gone. `leased`: its lease outlived it; `waited`:
-    nothing of its process ran there at the end."""
+    """Facts kept for a while about a client that has gone.
+
+    `leased`: its lease outlived it. `waited`: its process ran no work there at the end. `member`: see
+    State.is_member. `absent`: as of a Client.
+    """
 
     id: ClientId
     facts: ProcessFacts
     at: float
     leased: bool
     waited: bool = False
+    member: bool = True
+    absent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """A domain whose server is ended while what the dead left there may run. `pids`: of whoever has, or had,
-    a context there; `at`: monotonic seconds of when its server had gone, None before that; `told`: who has
-    told of the end of that work by now."""
+class ServerEnd:
+    """A domain with a server that is ended while work of exited clients may run there.
+
+    `pids`: processes with a present or past context there. `at`: monotonic seconds at which the server had
+    gone, None before. `told`: sources that have reported the end of that work.
+    """
 
     domain: str
     gpus: tuple[str, ...]
@@ -221,21 +315,35 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Stray:
-    """Evidence about a GPU that no domain owns yet; it waits for one, or is reported alone.
+class UnattributedXid:
+    """An unattributed Xid: evidence about a GPU without a domain. It waits for a fault, or is reported alone.
 
-    `foreign`: the line names a process that is none of ours, so it never joins a domain's fault.
+    `foreign`: the line names a process that is no client, so it never joins a domain's fault. `logged`: that
+    process, if the sign is the line itself.
     """
 
     gpu: str
     xid: int
     evidence: Evidence
     foreign: bool = False
+    logged: LoggedProcess | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """Accesses of one process that its guard zones absorbed; `recorded`: when that last began a record."""
+class EndedDomain:
+    """A domain that has ended. `pids`: of its control daemon and servers. `at`: monotonic seconds."""
+
+    id: str
+    pids: frozenset[int]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class AccessCount:
+    """Accesses of one process that guard zones absorbed.
+
+    `recorded`: monotonic seconds of the last new record.
+    """
 
     count: int
     recorded: float
@@ -243,12 +351,15 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """`hits`: records of guard hits that may yet be revised (bounded). `tallies`: of living clients.
+    """The whole state.
 
-    `departed` remembers which processes were clients of which domain, newest last (bounded). `members`: see
-    mpsd.core.standby; `homes_changed` counts changes of what a later daemon needs of them. `failovers`:
-    records that may yet be revised (bounded). `copies_problem`: why programs have no second copy of the
-    driver to load.
+    `open_faults`: records that may still be revised (bounded). `hits`: those of guard hits. `tallies`: of
+    living clients. `departed`: past clients of each domain, newest last (bounded). `ended`: past domains
+    (bounded). `members`: see mpsd.core.failover.participants; `homes_changed` counts changes that a later
+    daemon must know. `lost_gpus`: by GPU, why it does not work any more.
+    `failovers`: records that may still be revised (bounded). `copies_problem`: why programs have no driver
+    files for a second driver instance. `slot_starts`: time and account of new slots of accounts without
+    clients (bounded).
     """
 
     policy: Policy = Policy()
@@ -258,55 +369,70 @@ class State:
     departed: tuple[Departed, ...] = ()
     open_faults: tuple[FaultRecord, ...] = ()
     hits: tuple[FaultRecord, ...] = ()
-    tallies: Mapping[ProcessInstance, Tally] = field(default_factory=lambda: MappingProxyType({}))
-    strays: tuple[Stray, ...] = ()
-    endings: tuple[Ending, ...] = ()
+    tallies: Mapping[ProcessInstance, AccessCount] = field(default_factory=lambda: MappingProxyType({}))
+    strays: tuple[UnattributedXid, ...] = ()
+    endings: tuple[ServerEnd, ...] = ()
+    ended: tuple[EndedDomain, ...] = ()
     drained: frozenset[str] = frozenset()
+    lost_gpus: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     stopping: bool = False
     adopting: bool = False
     next_fault: int = 1
     next_domain: int = 1
     next_failover: int = 1
-    members: Mapping[ProcessInstance, Member] = field(default_factory=lambda: MappingProxyType({}))
+    slot_starts: tuple[tuple[float, int], ...] = ()
+    members: Mapping[ProcessInstance, Participant] = field(default_factory=lambda: MappingProxyType({}))
     failovers: tuple[FailoverRecord, ...] = ()
     homes_changed: int = 0
-    copies_problem: str = "the driver is not copied yet"
+    copies_problem: str = "mpsd has not copied the driver yet: wait a moment"
     counters: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def clients_of(self, domain: str) -> Iterator[Client]:
         return (c for c in self.clients.values() if c.id.domain == domain)
 
     def living_of(self, domain: str) -> Iterator[Client]:
-        """Whose work would be lost with the domain, and who is being put out of it."""
+        """Return the clients that a fault of the domain would harm, including clients under eviction."""
         return (c for c in self.clients_of(domain) if c.living and not self.is_idle(c))
 
     def may_be_in_use(self, domain: str) -> bool:
-        """A daemon that has just been started does not know its clients yet."""
+        """Return whether the domain may have living clients. During adoption its clients are unknown."""
         return self.adopting or any(self.living_of(domain))
 
-    def at_home(self, client: Client) -> bool:
-        """False for the context of a member outside its home: nothing of it runs there.
+    def is_member(self, client: Client) -> bool:
+        """Return whether a source that may decide says that this is a client of its domain.
 
-        A home in which the process is no client is a word, and no more.
+        The log of a private domain may say so of its user's processes. Otherwise the server must list it.
         """
-        member = self.members.get(client.id.process)
-        if member is None or member.home in (None, client.id.domain):
-            return True
-        return not any(c.living and c.id.domain == member.home for c in self.spaces_of(client.id.process))
+        domain = self.domains[client.id.domain]
+        return client.listed or (domain.private and domain.owns(client.facts))
 
-    def is_in_waiting(self, client: Client) -> bool:
-        """Whether this is a context in which nothing is to run: a living member's, outside its home."""
+    def at_home(self, client: Client) -> bool:
+        """Return False for a participant's context outside its home domain, where none of its work runs.
+
+        A home domain that has no living client of the process does not count.
+        """
+        participant = self.members.get(client.id.process)
+        if participant is None or participant.home in (None, client.id.domain):
+            return True
+        return not any(
+            c.living and c.id.domain == participant.home for c in self.spaces_of(client.id.process)
+        )
+
+    def is_standby_context(self, client: Client) -> bool:
+        """Return whether this is an idle context: that of a living participant outside its home domain."""
         return client.living and not self.at_home(client)
 
     def is_idle(self, client: Client) -> bool:
-        """Whether it may go with its domain, though its process lives: nobody waits for its end, either."""
-        return client.eviction is None and self.is_in_waiting(client)
+        """Return whether the client may end with its domain although its process lives."""
+        return client.eviction is None and self.is_standby_context(client)
 
-    def has_lost(self, member: Member) -> bool:
-        """Whether the contexts of this program are dead where its work runs: with the domain, or with a
-        server before the present one."""
-        home = self.domains.get(member.home or "")
-        return home is not None and (home.is_dead or member.process in home.bereft)
+    def has_lost(self, participant: Participant) -> bool:
+        """Return whether this participant's contexts in its home domain are dead.
+
+        They die with the domain, or died with a server before the present one.
+        """
+        home = self.domains.get(participant.home or "")
+        return home is not None and (home.is_dead or participant.process in home.bereft)
 
     def spaces_of(self, process: ProcessInstance) -> Iterator[Client]:
         return (c for c in self.clients.values() if c.id.process == process)
@@ -324,17 +450,18 @@ class State:
 
 
 class InvariantViolation(AssertionError):
-    """The state contradicts itself: a bug in core, never the outside world's doing."""
+    """The state contradicts itself: a bug in core, never a consequence of outside events."""
 
 
 def check_invariants(state: State) -> None:
-    """Raise InvariantViolation if anything that must always hold does not."""
+    """Raise InvariantViolation if an invariant of the state does not hold."""
     for slot in state.slots.values():
         _check_slot(state, slot)
     roles = [d for s in state.slots.values() for d in (s.active, s.spare) if d is not None]
     _hold(len(roles) == len(set(roles)), "a domain serves two roles")
     for domain in state.domains.values():
         _hold(domain.slot in state.slots, "domain {} has no slot", domain.id)
+        _hold(domain.uid is not None or not domain.private, "shared domain {} is private", domain.id)
         if domain.state is DomainState.STOPPING:
             living = [str(c.id) for c in state.living_of(domain.id)]
             _hold(not living, "domain {} is being stopped under living clients {}", domain.id, living)
@@ -347,7 +474,7 @@ def check_invariants(state: State) -> None:
             record.id,
         )
     for process in state.tallies:
-        _hold(any(c.living for c in state.spaces_of(process)), "hits of {} are counted for nobody", process)
+        _hold(any(c.living for c in state.spaces_of(process)), "hits of {} have no living client", process)
 
 
 def _check_slot(state: State, slot: Slot) -> None:
@@ -355,24 +482,29 @@ def _check_slot(state: State, slot: Slot) -> None:
         if role is not None:
             _hold(role in state.domains, "slot {} leads to unknown domain {}", slot.id, role)
             _hold(state.domains[role].slot == slot.id, "slot {} borrows domain {}", slot.id, role)
+            _hold(
+                state.domains[role].state is not DomainState.FULL, "slot {} leads to full {}", slot.id, role
+            )
     if slot.active is not None:
-        dead = state.domains[slot.active].state is DomainState.STOPPING
-        _hold(not dead, "slot {} leads to a domain that is being stopped", slot.id)
+        is_stopping = state.domains[slot.active].state is DomainState.STOPPING
+        _hold(not is_stopping, "slot {} leads to a domain that is being stopped", slot.id)
     if slot.spare is not None:
         ready = state.domains[slot.spare].state in (DomainState.STARTING, DomainState.WARM)
-        _hold(ready, "spare of {} is {}", slot.id, state.domains[slot.spare].state)
+        _hold(ready, "standby domain of {} is {}", slot.id, state.domains[slot.spare].state)
     _hold(not (slot.retiring and (slot.active or slot.spare)), "slot {} serves while it is retired", slot.id)
-    _hold(not (slot.exclusive and slot.spare), "slot {} has a spare in exclusive mode", slot.id)
+    _hold(not (slot.exclusive and slot.spare), "slot {} has a standby domain in exclusive mode", slot.id)
 
 
 def _check_client(state: State, client: Client) -> None:
     _hold(client.id.domain in state.domains, "client {} has no domain", client.id)
     _hold(client.id.process == client.facts.instance, "client {} has foreign facts", client.id)
-    dead = client.state in (ClientState.LINGERING, ClientState.HELD)
-    _hold(dead == (client.died is not None), "client {} is {}, died {}", client.id, client.state, client.died)
-    _hold(not dead or client.leased, "dead client {} is kept without a lease", client.id)
+    exited = client.state in (ClientState.LINGERING, ClientState.HELD)
+    _hold(
+        exited == (client.died is not None), "client {} is {}, died {}", client.id, client.state, client.died
+    )
+    _hold(not exited or client.leased, "dead client {} is kept without a lease", client.id)
     evicting = client.state in (ClientState.TERMINATING, ClientState.KILLING)
-    _hold(not evicting or client.eviction is not None, "client {} is evicted by nobody", client.id)
+    _hold(not evicting or client.eviction is not None, "client {} is evicted without an eviction", client.id)
     _hold(client.frozen is None or client.living, "client {} is dead and frozen", client.id)
     asked = client.state is ClientState.TERMINATING
     _hold(client.frozen is None or not asked, "frozen client {} is asked to leave", client.id)

@@ -1,1 +1,1 @@
-"""mpsd-ctl: the operator's command. Talks to the daemon through mpsd_client alone."""
+"""mpsd-ctl, the operator's command. It talks to the daemon through mpsd_client alone."""

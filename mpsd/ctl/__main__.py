@@ -1,4 +1,4 @@
-"""The entry point of mpsd-ctl: errors become one line and an exit status, never a traceback."""
+"""The entry point of mpsd-ctl. An error becomes one line and an exit status, never a traceback."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TextIO
 
+from mpsd.base.errors import MpsdError
+from mpsd.base.output import discard_buffer
 from mpsd.ctl import commands, parser
-from mpsd.errors import MpsdError
-from mpsd.output import mute
 
 INTERRUPTED = 130
 
@@ -19,10 +19,10 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser.build().parse_args(argv)
     out = sys.stdout
-    if out is None:  # `>&-`: nobody wants to read it.
+    if out is None:  # The shell closed it (`>&-`).
         out = open(os.devnull, "w")  # noqa: SIM115
     for stream in (out, sys.stderr):
-        # A terminal that cannot show a character gets an escape for it, not an error for us.
+        # A terminal that cannot show a character gets an escape; printing must not fail.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -34,17 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read has gone, as `| head` does: that is no error.
-        mute(out)
+        # The reader of the pipe exited, as in `| head`: no error.
+        discard_buffer(out)
         return 0
     except OSError as error:
-        mute(out)
+        discard_buffer(out)
         return _failed(f"cannot write: {error.strerror or error}", 1)
     except (LookupError, TypeError, ValueError) as error:
         _say_failed(options, out)
         what = f"{type(error).__name__}: {error}"
         return _failed(
-            f"the daemon's answer is not understood: {what} (use mpsd and mpsd-ctl of one release)", 1
+            f"cannot understand the daemon's answer: {what} (use mpsd and mpsd-ctl of one release)", 1
         )
     return status
 
@@ -54,14 +54,14 @@ def _say_failed(options: Namespace, out: TextIO) -> None:
         commands.failed(options, out)
         out.flush()
     except OSError:
-        mute(out)
+        discard_buffer(out)
 
 
 def _failed(text: str, status: int) -> int:
     try:
         print(f"mpsd-ctl: {text}", file=sys.stderr)
     except OSError:
-        mute(sys.stderr)
+        discard_buffer(sys.stderr)
     return status
 
 

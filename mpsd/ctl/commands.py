@@ -1,4 +1,4 @@
-"""What each verb does: ask the daemon, print, choose the exit status. Raises MpsdError."""
+"""The verbs of mpsd-ctl: each asks the daemon, prints, and returns the exit status. Raise MpsdError."""
 
 from __future__ import annotations
 
@@ -12,23 +12,31 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
 from mpsd import __version__
-from mpsd.core import taxonomy
-from mpsd.ctl import failovertext, render
-from mpsd.errors import DeadlineError, NotRunningError
-from mpsd.text import printable
+from mpsd.base.errors import DeadlineError, NotRunningError
+from mpsd.base.text import printable
+from mpsd.core.faults import taxonomy
+from mpsd.ctl import conditiontext, eventtext, failovertext, render, statustext, watch
+from mpsd.ctl.health import health
+from mpsd.ctl.style import Style, segment_count
 from mpsd_client import Client, connect
-from mpsd_client.env import export_lines, fewer, fitting, named_gpu
+from mpsd_client.env import export_lines
+from mpsd_client.joining.plan import make_plan
+from mpsd_client.run import say
 
 KEPT_DEADLINE_S = 5.0
-CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 SCHEMA = 1
 
 
-def style_for(out: TextIO, environ: Mapping[str, str]) -> render.Style:
-    """Colour on a terminal unless NO_COLOR is set; lines as long as the terminal is wide."""
+def style_for(out: TextIO, environ: Mapping[str, str]) -> Style:
+    """Return the style for `out`: on a terminal colour (without NO_COLOR) and its width."""
     terminal = out.isatty()
     width = shutil.get_terminal_size().columns if terminal else 0
-    return render.Style(colour=terminal and not environ.get("NO_COLOR"), width=width)
+    try:
+        "…".encode(out.encoding or "ascii")
+        ascii_only = False
+    except UnicodeEncodeError:
+        ascii_only = True
+    return Style(colour=terminal and not environ.get("NO_COLOR"), width=width, ascii_only=ascii_only)
 
 
 def _print(out: TextIO, lines: Iterable[str]) -> None:
@@ -41,27 +49,34 @@ def _json(out: TextIO, value: object) -> None:
 
 def status(options: Namespace, out: TextIO) -> int:
     if options.watch is None:
-        return _status_once(options, out)
-    while True:
-        if out.isatty():
-            out.write(CLEAR)
-        try:
-            _status_once(options, out)
-        except NotRunningError as error:
-            # A daemon that is being restarted is what one watches for.
-            _print(out, [f"mpsd-ctl: {error}"])
-        out.flush()
-        time.sleep(options.watch)
+        code, lines = _status_once(options, out)
+        _print(out, lines)
+        return code
+    return watch.repeat(out, options.watch, lambda: _watched(options, out))
 
 
-def _status_once(options: Namespace, out: TextIO) -> int:
+def _status_once(options: Namespace, out: TextIO) -> tuple[int, list[str]]:
+    """Return the exit status and the lines of one status."""
     with connect(options.socket) as client:
         view = client.status()
     if options.json:
-        _json(out, view)
-    else:
-        _print(out, render.status(view, style_for(out, os.environ), headers=not options.no_headers))
-    return render.health(view)
+        return health(view), json.dumps(view, indent=2, ensure_ascii=True).splitlines()
+    lines = statustext.status(
+        view,
+        style_for(out, os.environ),
+        headers=not options.no_headers,
+        verbose=options.verbose,
+        every=options.all,
+    )
+    return health(view), lines
+
+
+def _watched(options: Namespace, out: TextIO) -> list[str]:
+    """Return the lines of one status; an error that the start of a daemon can end is a line too."""
+    try:
+        return _status_once(options, out)[1]
+    except (NotRunningError, DeadlineError) as error:
+        return style_for(out, os.environ).wrap(f"mpsd-ctl: {error}")
 
 
 def kill(options: Namespace, out: TextIO) -> int:
@@ -81,7 +96,11 @@ def kill(options: Namespace, out: TextIO) -> int:
     if options.json:
         _json(out, {"schema": SCHEMA, "pid": options.pid, **result})
         return 0
-    head = f"would evict {options.pid}:" if options.dry_run else f"{result['outcome']} {options.pid}"
+    head = (
+        f"would evict process {options.pid}:"
+        if options.dry_run
+        else f"{result['outcome']} process {options.pid}"
+    )
     if result.get("evict_ms") is not None:
         head += f" in {result['evict_ms']:.1f} ms"
     _print(out, [head, *_steps(result)])
@@ -93,18 +112,18 @@ def _steps(result: Mapping[str, Any]) -> list[str]:
 
 
 def _start_ticks(client: Client, pid: int) -> int | None:
-    """Pins the process that the question is about, so that the answer is about the same one."""
+    """Return the start time that pins the process, so that the confirmed pid cannot be another process."""
     found = (c["start_ticks"] for c in client.status()["clients"] if c["pid"] == pid)
     return next(found, None)
 
 
 def _agreed(client: Client, pid: int, start_ticks: int | None) -> bool:
     plan = client.kill(pid, start_ticks=start_ticks, dry_run=True)
-    sys.stderr.write("\n".join([f"this would evict {pid}:", *_steps(plan), "go on? [y/N] "]))
+    sys.stderr.write("\n".join([f"this would evict process {pid}:", *_steps(plan), "continue? [y/N] "]))
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() in ("y", "yes"):
         return True
-    print("nothing was done", file=sys.stderr)
+    print("mpsd-ctl: not confirmed; nothing was changed", file=sys.stderr)
     return False
 
 
@@ -116,27 +135,34 @@ def policy(options: Namespace, out: TextIO) -> int:
     if options.json:
         _json(out, {"schema": SCHEMA, **result})
     else:
-        _print(out, [f"a guard hit of {result['pid']}: {result['policy']}"])
+        _print(out, [f"guard hits of process {result['pid']}: {result['policy']}"])
     return 0
 
 
 def events(options: Namespace, out: TextIO) -> int:
     since = 0 if options.since is None and not options.follow else options.since
+    known = eventtext.Records()
     with connect(options.socket) as client:
         stream = client.subscribe(since)
         if stream.gap:
-            print(f"mpsd-ctl: {render.gap(stream.gap, options.since, stream.kept)}", file=sys.stderr)
+            print(f"mpsd-ctl: {eventtext.gap(stream.gap, options.since, stream.kept)}", file=sys.stderr)
         kept_until = time.monotonic() + KEPT_DEADLINE_S
-        for _ in range(stream.kept):
-            _event(options, out, stream.next(kept_until))
+        kept = [stream.next(kept_until) for _ in range(stream.kept)]
+        for seen in kept if options.json else eventtext.newest(kept):
+            _event(options, out, seen, known)
+        if not (kept or options.follow or options.json):
+            where = "" if options.since is None else f" after {options.since}"
+            _print(out, [f"no events{where}"])
         while options.follow:
-            _event(options, out, next(stream))
+            _event(options, out, next(stream), known)
     return 0
 
 
-def _event(options: Namespace, out: TextIO, seen: Mapping[str, Any]) -> None:
-    out.write((json.dumps(seen) if options.json else render.event(seen)) + "\n")
-    out.flush()
+def _event(options: Namespace, out: TextIO, seen: Mapping[str, Any], known: eventtext.Records) -> None:
+    line = json.dumps(seen) if options.json else known.line(seen)
+    if line is not None:
+        out.write(line + "\n")
+        out.flush()
 
 
 def faults(options: Namespace, out: TextIO) -> int:
@@ -155,7 +181,16 @@ def faults(options: Namespace, out: TextIO) -> int:
     lines: list[str] = []
     for record in records:
         lines += [*render.fault(record, style_for(out, os.environ)), ""]
-    _print(out, lines or ["no faults"])
+    _print(out, lines or ["no faults recorded"])
+    return 0
+
+
+def conditions(options: Namespace, out: TextIO) -> int:
+    found = conditiontext.kinds(options.code)
+    if options.json:
+        _json(out, {"schema": SCHEMA, "conditions": conditiontext.rows(found)})
+    else:
+        _print(out, conditiontext.lines(found))
     return 0
 
 
@@ -173,10 +208,10 @@ def doctor(options: Namespace, out: TextIO) -> int:
     try:
         with connect(options.socket) as client:
             rows = [dict(row) for row in client.doctor()]
-        where = "as the daemon sees it"
+        where = "checked by the daemon"
     except (NotRunningError, DeadlineError) as error:
         rows = _local_checks()
-        where = f"as seen from here ({error.message})"
+        where = f"checked by mpsd-ctl with your rights ({error.message})"
     if options.json:
         _json(out, {"schema": SCHEMA, "seen": where, "checks": rows})
     else:
@@ -185,8 +220,8 @@ def doctor(options: Namespace, out: TextIO) -> int:
 
 
 def _local_checks() -> list[dict[str, Any]]:
-    from mpsd.config import default_directories
-    from mpsd.doctor import run_checks
+    from mpsd.api.doctor import run_checks
+    from mpsd.config.schema import default_directories
     from mpsd.gpu.nvidia.backend import checks
 
     places = default_directories(os.getuid(), os.environ)
@@ -201,24 +236,48 @@ def drain(options: Namespace, out: TextIO) -> int:
     if options.json:
         _json(out, {"schema": SCHEMA, **result})
         return 0
-    would = "would " if options.dry_run else ""
-    whose = "clients that stay" if options.verb == "drain" else "its clients"
-    staying = f"; {whose}: {', '.join(map(str, result['clients']))}" if result["clients"] else ""
-    _print(out, [f"{would}{options.verb} {', '.join(result['gpus'])}{staying}"])
+    names = ", ".join(result["gpus"])
+    # A daemon of an earlier release does not say.
+    if not result.get("changed", True):
+        state = "already drained" if options.verb == "drain" else "not drained"
+        _print(out, [f"{state}: {names}; nothing was changed"])
+        return 0
+    done = f"would {options.verb}" if options.dry_run else f"{options.verb}ed"
+    label = "clients that stay" if options.verb == "drain" else "clients"
+    staying = f"; {label}: {', '.join(map(str, result['clients']))}" if result["clients"] else ""
+    _print(out, [f"{done} {names}{staying}"])
     return 0
 
 
 def env(options: Namespace, out: TextIO) -> int:
-    with connect(options.socket) as client:
-        wanted = client.env(named_gpu(os.environ, options.gpu), shared=options.shared)
-        wanted = fitting(wanted, os.environ, options.gpu, client.numbers)
-        # What stdout has is for the shell.
-        for line in fewer(os.environ, wanted, client.gpus):
-            print(f"mpsd-ctl: {line}", file=sys.stderr)
-    if options.json:
-        _json(out, {"schema": SCHEMA, "env": dict(wanted)})
-    else:
-        _print(out, export_lines(wanted, options.shell))
+    plan = make_plan(
+        os.environ,
+        socket_path=options.socket,
+        gpu=options.gpu,
+        library=options.library,
+        shared=options.shared,
+        protect=options.protect,
+        require=options.require,
+        tell=lambda line: say(line, "mpsd-ctl"),
+    )
+    # The shell evaluates standard output, so lines for a person go to standard error.
+    if not options.quiet:
+        say(plan.line, "mpsd")
+    for line in plan.warnings:
+        say(line, "mpsd-ctl")
+    if not options.json:
+        _print(out, export_lines(plan.variables, options.shell))
+        return 0
+    level = plan.protection
+    _json(
+        out,
+        {
+            "schema": SCHEMA,
+            "env": {name: value for name, value in plan.variables.items() if value is not None},
+            "unset": sorted(name for name, value in plan.variables.items() if value is None),
+            "protection": level and {"level": level.level, "why": level.why, "remedy": level.remedy},
+        },
+    )
     return 0
 
 
@@ -236,27 +295,28 @@ def vault(options: Namespace, out: TextIO) -> int:
         if options.deed == "keep":
             ticks = options.start_ticks
             result = client.vault_keep(options.pid, options.name, start_ticks=ticks, **asked)
-            text = f"keep {{}} of process {options.pid} as {printable(options.name)}"
+            text = f"{{}} {{}} of process {options.pid} under the name {printable(options.name)}"
         else:
             result = client.vault_free(options.what, **asked)
-            text = "free {}"
+            text = "{} {}"
     if result.get("too_much"):
         print(
-            "mpsd-ctl: that is more than is kept of one owner's dead programs: "
-            "as it is, nothing of it would stay ([vault] kept_bytes, kept_descriptors)",
+            "mpsd-ctl: the memory of this program exceeds its owner's quota for exited programs and would be "
+            "freed at its end; raise [vault] kept_bytes or kept_descriptors",
             file=sys.stderr,
         )
     if options.json:
         _json(out, {"schema": SCHEMA, **result})
         return 0
-    pieces = result["held"] if options.deed == "keep" else result["freed"]
-    count = render.pieces(len(pieces), result["bytes"])
-    _print(out, [("would " if options.dry_run else "") + text.format(count)])
+    segments = result["held"] if options.deed == "keep" else result["freed"]
+    count = segment_count(len(segments), result["bytes"])
+    done = "keeping" if options.deed == "keep" else "freed"
+    _print(out, [text.format(f"would {options.deed}" if options.dry_run else done, count)])
     return 0
 
 
 def failed(options: Namespace, out: TextIO) -> None:
-    """What standard output gets of a command that failed: `eval "$(mpsd-ctl env)"` must fail with it."""
+    """Print `false` for a failed env, so that `eval "$(mpsd-ctl env)"` fails too."""
     if options.verb == "env" and not options.json:
         _print(out, ["false"])
 
@@ -286,6 +346,7 @@ VERBS: Mapping[str, Callable[[Namespace, TextIO], int]] = {
     "policy": policy,
     "events": events,
     "faults": faults,
+    "conditions": conditions,
     "failovers": failovers,
     "doctor": doctor,
     "drain": drain,

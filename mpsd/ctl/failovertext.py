@@ -1,97 +1,112 @@
-"""Fail-over as text: what could be survived, and what was. Pure; texts from programs are escaped."""
+"""Fail-over as text: protection now, and the history. Pure functions; texts from programs are escaped."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpsd.text import printable
+from mpsd.base.text import printable
 
 
 def slots(view: Mapping[str, Any]) -> list[str]:
-    """Lines of `status`; none where fail-over is off."""
+    """Return the lines of `status`; none if fail-over is off."""
     place = view.get("failover") or {}
     if not place.get("enabled"):
         return []
     lines = []
     if place.get("copies_bytes"):
-        lines.append(f"driver copies: {place['copies_bytes'] / (1 << 20):.1f} MiB in {place['copies']}")
+        lines.append(f"driver files: {place['copies_bytes'] / (1 << 20):.1f} MiB in {place['copies']}")
     for slot in view.get("slots", ()):
         lines += _slot(slot)
     return ["", *lines] if lines else []
 
 
 def _slot(slot: Mapping[str, Any]) -> list[str]:
-    many = f"{slot['survivable']} can be survived now"
+    state = "protected" if slot["survivable"] else "not protected"
     why = f" ({printable(slot['why_none'], 200)})" if slot["why_none"] else ""
-    standby = "no standby"
+    standby = "no standby domain"
     if slot["standby"]:
-        standby = f"standby {slot['standby']} {slot['standby_state']}, generation {slot['generation']}"
+        standby = f"standby domain {slot['standby']} {slot['standby_state']}, generation {slot['generation']}"
     programs = slot["programs"]
     ready = sum(1 for p in programs if p["standing"] == "ready")
-    lines = [f"fail-over of {slot['id']}: {many}{why}; {standby}; programs ready {ready}/{len(programs)}"]
+    lines = [
+        f"fail-over of {slot['id']}: {state}{why}; {standby}; protected programs {ready}/{len(programs)}"
+    ]
     return lines + [f"  {_program(p)}" for p in programs]
 
 
+STANDINGS = {
+    "ready": "protected",
+    "no standby": "not protected (no standby context)",
+    "preparing": "not protected yet (its standby context is in preparation)",
+    "not ready": "not protected",
+    "left behind": "not protected (stayed in a domain that faulted)",
+    "not connected": "not protected (its proxy is not connected)",
+}
+"""Text of a program's `standing`; any other standing is shown as it is."""
+
+
 def _program(program: Mapping[str, Any]) -> str:
-    who = "another user's" if program["pid"] is None else f"pid {program['pid']}"
-    text = f"{who} {program['standing']}, mode {program['mode']}, in {program['home']}"
+    name = "another user's program" if program["pid"] is None else f"pid {program['pid']}"
+    standing = STANDINGS.get(program["standing"], program["standing"])
+    text = f"{name} {standing}, mode {program['mode']}, domain {program['home']}"
     if program["standby_bytes"]:
-        text += f", standby takes {program['standby_bytes'] / (1 << 20):.0f} MiB"
+        text += f", standby context {program['standby_bytes'] / (1 << 20):.0f} MiB"
     if program["reason"]:
         text += f": {printable(program['reason'], 200)}"
     if program["opaque"]:
         text += f"; cannot be carried over: {printable(', '.join(program['opaque']), 400)}"
     if program["unsure"]:
-        text += f"; cannot be undone: {printable(', '.join(program['unsure']), 400)}"
+        text += f"; cannot be rolled back: {printable(', '.join(program['unsure']), 400)}"
     return text
 
 
 def record(shown: Mapping[str, Any]) -> list[str]:
-    """One fail-over and what became of each program."""
-    where = f"to {shown['to']} (generation {shown['generation']})" if shown["to"] else "to nowhere"
+    """Return the lines of one fail-over: head, times, outcome of each program."""
+    where = f"to {shown['to']} (generation {shown['generation']})" if shown["to"] else "to no domain"
     fault = f", fault #{shown['fault']}" if shown["fault"] is not None else ""
     kind = PLANNED.get(shown["trigger"], "planned") if shown["planned"] else f"after {shown['trigger']}"
     lines = [f"#{shown['id']} {shown['time']} from {shown['domain']} {where}, {kind}{fault}"]
-    times = f"  decided   {shown['decision_ms']:.3f} ms after the first sign"
+    times = f"  decided   {shown['decision_ms']:.3f} ms after the first sign of the fault"
     if shown["sent_ms"] is not None:
-        times += f", told {shown['sent_ms']:.3f} ms after the driver's own stamp"
-    return [*lines, times, *[f"  {_fate(fate)}" for fate in shown["clients"]]]
+        times += f"; order sent {shown['sent_ms']:.3f} ms after the driver's timestamp"
+    return [*lines, times, *[f"  {_outcome(fate)}" for fate in shown["clients"]]]
 
 
-PLANNED = {"poison": "planned: a dead client's kernel does not end there"}
+PLANNED = {"poison": "planned: the kernel of an exited client does not end in it"}
 
-FOUND = {
-    "own": "found that the exception was in its own code",
-    "others": "found that the exception was in somebody else's code",
-    "first": "had its error as who made a trap has",
+FAULT_ORIGINS = {
+    "own": "found the faulting instruction in its own code",
+    "others": "found the faulting instruction outside its own code",
+    "first": "got its error as early as the offender of a trap does",
 }
 
 
-def _fate(fate: Mapping[str, Any]) -> str:
-    who = "another user's client" if fate["pid"] is None else f"pid {fate['pid']}"
-    text = f"{fate['outcome']:<9} {who} ({printable(fate['command'], 60)})"
+def _outcome(fate: Mapping[str, Any]) -> str:
+    name = "another user's client" if fate["pid"] is None else f"pid {fate['pid']}"
+    text = f"{fate['outcome']:<9} {name} ({printable(fate['command'], 60)})"
     if fate["suspect"]:
         text += ", a suspect"
-    # Records of an earlier mpsd, in the same journal, know neither this nor turns.
-    if fate.get("whose", "unknown") in FOUND:
-        text += f", {FOUND[fate['whose']]}"
+    # Records that an earlier version wrote lack this key and those of turns.
+    if fate.get("whose", "unknown") in FAULT_ORIGINS:
+        text += f", {FAULT_ORIGINS[fate['whose']]}"
     if fate["why"]:
         text += f": {printable(fate['why'], 200)}"
     if fate["held_ms"] is not None:
         text += (
-            f": held {fate['held_ms']:.3f} ms, fence {fate['fence_ms']:.3f} ms, first call "
-            f"{fate['first_ms']:.3f} ms after it was told; {fate['restored_bytes']} bytes restored, "
-            f"{fate['replayed']} launches done again"
+            f": calls held {fate['held_ms']:.3f} ms, fence {fate['fence_ms']:.3f} ms, first call "
+            f"{fate['first_ms']:.3f} ms after the order to move; {fate['restored_bytes']} bytes restored, "
+            f"{fate['replayed']} launches replayed"
         )
     if fate.get("turn_ms") is not None:
-        text += f"; its turn came after {fate['turn_ms']:.3f} ms"
+        text += f"; its turn began after {fate['turn_ms']:.3f} ms"
     if fate.get("done_ms") is not None:
-        text += f", and was over after {fate['done_ms']:.3f}"
+        text += f"; its replay ended after {fate['done_ms']:.3f} ms"
     return text
 
 
 def records(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of the fail-over history."""
     lines: list[str] = []
     for row in rows:
         lines += [*record(row), ""]

@@ -1,162 +1,221 @@
-"""What mpsd-ctl understands, and the pages that explain it."""
+"""The command line of mpsd-ctl: verbs, options and their help pages."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TypeAlias
+import difflib
+import re
+from typing import NoReturn, TypeAlias
 
 from mpsd import __version__
 from mpsd.wire.messages import MAX_PID, MIN_PID
+from mpsd_client.joining.plan import add_options
 
 SHELLS = ("sh", "csh", "fish")
 
 _DESCRIPTION = """\
-Look at and steer mpsd, which supervises NVIDIA MPS: many processes share a GPU, and a fault, a death or
-a hang of one of them is seen, named and kept away from the others as far as that can be done.
+Show and control mpsd, the daemon that runs NVIDIA MPS on this node. MPS lets several processes share a GPU.
+mpsd detects a fault, a death or a hang of one client, names that client and protects the other clients.
 """
 
 _EPILOG = """\
 first steps:
-  eval "$(mpsd-ctl env)" && python train.py  run a job on the shared GPU
-  mpsd-ctl status                            who is there, how they are protected, what is wrong
-  mpsd-ctl faults                            what happened, who did it, how sure that is, what to do
-  mpsd-ctl kill PID                          put a job out without harming its neighbours
-  mpsd-ctl doctor                            why something does not work on this machine
+  mpsd-run python train.py                   run a job on the shared GPU, with every protection offered
+  eval "$(mpsd-ctl env)" && python train.py  the same, for all jobs of a shell
+  mpsd-ctl status                            clients, their protections, and problems
+  mpsd-ctl faults                            fault records: offender, confidence, evidence, remedy
+  mpsd-ctl kill PID                          evict a client without harm to the other clients
+  mpsd-ctl doctor                            capabilities of this machine, with remedies
 
-who may do what:
-  Anybody may look. A user may evict its own clients and sees the faults and events that concern it.
-  Root, members of the group mpsd, and the user that mpsd runs as see and may do everything.
+rights:
+  Every user may look. A user may evict its own clients, and sees the faults and events that concern it.
+  Root, users in the group mpsd, and the user that mpsd runs as see everything and may do everything.
 
 exit status:
    0  done; status: healthy              4  not allowed
    1  an error                          10  status, doctor: degraded, something needs attention
-   2  the command line is wrong         11  status: a domain that is in use is in FAULT
+   2  the command line is wrong         11  status: a domain in use is in FAULT or out of reach
    3  no daemon answers                 12  not done in time
-                                        13  refused: the target could be something else
+                                        13  refused: the target could be another process
+                                        69  env: a new client must not join this GPU now
 
 environment:
   MPSD_SOCKET  the daemon's socket; otherwise your own daemon's ($XDG_RUNTIME_DIR/mpsd/mpsd.sock, or
-               /tmp/mpsd-UID/mpsd.sock) if it is there, else the machine's (/run/mpsd/mpsd.sock)
-  NO_COLOR     when set, no colour, even on a terminal
+               /tmp/mpsd-UID/mpsd.sock) if it exists, else the machine's (/run/mpsd/mpsd.sock)
+  NO_COLOR     if set, no colour, even on a terminal
 
-`mpsd-ctl COMMAND --help` says more about each command.
+`mpsd-ctl COMMAND --help` explains a command. `mpsd help operate` prints the operator's page.
 """
 
 _STATUS = """\
-One line for each GPU; below it one for each fault domain (what dies together): its role (active: programs
-that join come here; spare: the next one; old) and state, whose it is, its processes, clients of the number
-it is made for, its last fault, and how far a fault reaches. What the state means:
+Below each GPU is a row for each fault domain. A fault domain is a control daemon, its MPS server and its
+clients; a fault that is not absorbed ends all of it.
 
-  starting, warm, active   it comes up; is ready and nobody's yet; is in use
-  faulted    a fault has ended its clients' work; newcomers go elsewhere, it is emptied and used again
-  poisoned   a dead client's kernel runs on in it: it is emptied
-  retired    left in a planned way, or its server has died: it ends when its last client has
-  headless   its control daemon has died: its clients run on and nobody can join; it ends when they have
-  failed, stopping         it did not come up; it is being ended
+  STATE       see below
+  CLIENTS     clients that work in the domain
+  STANDBY     its standby domain, which takes over after a fault: ready, starting, or none
+  LAST FAULT  record in mpsd-ctl faults, class, time, offender; also of a domain that this one replaced
 
-Then the clients with what protects each of them:
+States of a domain:
 
-  lease    its GPU memory outlives it until its kernels have ended: its death harms nobody
-  tracker  a memory fault of it is seen within a millisecond and named
-  guard    stray accesses there are absorbed; "silent": nobody is told, its results may be wrong
-  vault    it runs under mpsd-run, and so much of its memory could outlive it (mpsd-ctl vault)
-  zones    guard zones that it laid around its memory: managed ones absorb and report, sparse ones absorb
-           in silence, uncovered pieces have a side with none; far: managed ones, GiBs from all memory
+  starting     its control daemon and MPS server start
+  serving      new clients join it
+  drained      its GPU is drained: clients run on, new clients are refused
+  faulted      a fault ended its clients' work; new clients join another domain; it is emptied and reused
+  poisoned     the kernel of an exited client does not end in it; it takes no new clients
+  unreachable  new clients cannot get to it, or its control daemon died; its clients run on
+  ending       retired, or its server died; it ends with its last client
+  failed       it did not start
+  stopping     it ends
 
-Then the dead whose memory is still held, what the vault keeps of the dead, and processes on the GPU that
-are not on MPS.
+Below the GPUs is a row for each client. Equal clients share a row; --all lists each one.
+
+  PROTECTED  failover, guard or observe: its protection level, with the reason if the node offers more
+             no: it has no protection. lost: its GPU work is lost, restart it. -: the daemon does not say
+  GPU MEM    its GPU memory
+  COST       GPU memory that its protection takes
+
+--verbose adds a line for each context of a client. It names the mechanisms that protect others from it:
+
+  lease    mpsd holds its GPU memory until its kernels have ended, so its death harms no other client
+  tracker  mpsd sees a memory fault of it within a millisecond, and names it
+  guard    stray accesses to these addresses are absorbed; "silent": without a record, so the client
+           computes on with wrong data
+  vault    it runs under mpsd-run; the daemon can keep this much of its memory (mpsd-ctl vault)
+  zones    guard zones around its allocations. managed: absorb and record. sparse: absorb without a record.
+           uncovered: a side of an allocation has no zone. far: managed zones that reach GiBs further
+  standby  as its state: the standby context of a client that works in another domain
+
+The last tables show exited clients with memory still held, memory in the vault of exited clients, and GPU
+processes outside MPS. On a terminal a text that does not fit ends with a mark; in a pipe nothing is cut.
 """
 
 _STATUS_EPILOG = """\
-exit status: 0 healthy, 3 no daemon, 10 degraded, 11 a domain in use is in FAULT.
---json prints the daemon's answer as it is ("schema": 1); unknown keys may be added, none changes meaning.
+exit status: 0 healthy, 3 no daemon, 10 degraded (conditions), 11 a domain in use is in FAULT or out of reach.
+--json prints the daemon's answer unchanged ("schema": 1). Keys may be added; no key changes its meaning.
 """
 
 _POLICY = """\
-What mpsd does with one client when a guard zone, which it laid itself around its memory under mpsd-run,
-absorbs a stray access of it. In any case there is a record (mpsd-ctl faults), and nobody else notices.
+Set the consequence of a guard hit of one client. A guard hit is a stray access that a guard zone absorbs.
+Guard zones exist around allocations of programs under mpsd-run. Each hit leaves a record (mpsd-ctl faults),
+and no other client is affected.
 
-  evict    it is put out at once, as by mpsd-ctl kill
-  absorb   it goes on, with results that are wrong; one record a minute at most
-  freeze   it is stopped (SIGSTOP) to be looked at; then mpsd-ctl kill PID, or kill -CONT PID
+  evict    mpsd evicts the client at once, as mpsd-ctl kill does
+  absorb   the client continues, with wrong results; at most one record per minute
+  freeze   mpsd stops the client (SIGSTOP) for inspection; then use mpsd-ctl kill PID, or kill -CONT PID
 
-Holds until that process ends, also when mpsd is restarted. [guard] zone_policy is for all others. For
-root and members of the group mpsd.
+The setting holds until the process ends, also over restarts of mpsd. For all other clients [guard]
+zone_policy holds. Only root and users in the group mpsd may set it.
 """
 
 _KILL = """\
-Evict one client so that no other is harmed: it is asked to leave through MPS, with a short deadline,
-then killed; its GPU memory is held until its kernels have ended. Not asked, only killed, is one that is
-stopped or traced, or whose domain is in FAULT, because asking would stall everybody else.
+Evict one client without harm to the other clients. mpsd asks MPS to terminate the client, waits for a short
+deadline, then sends SIGKILL. It holds the client's GPU memory until the client's kernels have ended.
+If the client is stopped or traced, or its domain is in FAULT, mpsd sends SIGKILL at once: a request to MPS
+would stall all other clients.
 
-On a terminal the plan is shown first and you are asked, unless --yes is given. A pid that is not a
-client is refused, and so is one that became another process since you looked (--start-ticks). Whether
-another user's process is a client, ordinary users are not told.
+On a terminal mpsd-ctl shows the plan first and asks for confirmation; --yes skips the question.
+mpsd refuses a pid that is not a client, and with --start-ticks a pid that was reused by another process.
+Ordinary users do not learn whether another user's process is a client.
 """
 
 _EVENTS = """\
-One line for each thing that happened: its number, its kind, what it is about. Without --follow the events
-that the daemon still remembers; with it those to come, after those past --since, if given. A reader that
-is too slow is told how many events it lost, and nobody waits for it. Numbers go on where an earlier life
-of the daemon ended, with a gap. Where not all events after --since are remembered, stderr says so.
+Each event has a line: its number, its kind, and its fields. Without --follow, print the events that the
+daemon still keeps. With --follow, print new events, after the kept ones past --since if --since is given.
+A fault and a fail-over have one line each. If a later revision of its record says more, --follow prints a
+line "fault-revised" or "failover-revised". With --json, each revision has a line.
+The daemon does not wait for a slow reader: an event "lost" has the number of events that were dropped.
+After a restart of the daemon, numbers continue, with a gap if it was killed. If kept events after --since
+are incomplete, stderr says so.
 """
 
 _FAULTS = """\
-Records of faults, oldest first: what happened and where, who did it and how sure that is (certain: the
-evidence admits no other client), the evidence itself, with its time before (-) or after (+) that of the
-record, who was hurt, and what to do about it.
---explain tells about a class of fault without asking the daemon.
+Fault records, oldest first. Each record has:
+
+  summary   class of the fault, domain, accessed address
+  offender  the client that caused it, with a confidence (certain: the evidence admits no other client)
+  lost      other clients that lost their GPU work (victims in JSON)
+  moved     clients that failed over instead, with their pause since the first sign of the fault
+  refused   number of new clients that met error 807
+  evidence  each sign, with its time before (-) or after (+) that of the record
+  do        the remedy
+
+--explain prints the meaning of a fault class and does not ask the daemon. `--explain sources` prints which
+users can forge each source of a decision.
 """
 
 _FAILOVERS = """\
-Records of fail-overs, oldest first: the domain that was left and why, where its programs went, and what
-became of each: moved (with its own times since it was told), stayed, silent, or not told, and why. Only
-programs under mpsd-run that said they can go on elsewhere are in it ([failover] enabled).
+Fail-over history, oldest first. Each record has the domain that programs left, the reason and the domain
+they moved to. A line for each program has its outcome: moved (with its own times, counted from mpsd's order
+to move), stayed, silent or not told, with the reason. Only fail-over participants appear: programs under
+mpsd-run, at the protection level failover.
+"""
+
+_CONDITIONS = """\
+Every condition that can degrade protection or needs an operator: its code, its text and its remedy. Status
+shows the ones that hold now. Doctor, events (kind "condition"), metrics and the daemon's log have the same
+codes. Works without a daemon.
 """
 
 _DOCTOR = """\
-What this machine can do for mpsd and what it cannot, each with a remedy: driver, device nodes, binaries,
-compute mode, rights, limits, directories, sockets. Asked of the daemon; where none answers, found out
-here, with the rights of the one who asks. Nothing is changed. Exit status 10 if something is missing.
+Show the protection level with its obstacles. Then check this machine's capabilities for mpsd: driver,
+device nodes, binaries, compute mode, rights, limits, directories, sockets. Each missing capability has a
+remedy. The daemon runs the checks; if no daemon answers, mpsd-ctl runs them with your rights. Nothing is
+changed. Exit status 10 if something is missing.
 """
 
 _DRAIN = """\
-Give out no more environments for a GPU, or for all of them; clients that are there stay and are listed.
-With [failover] enabled, programs that are ready go on in a fresh domain, and the old one ends after them.
-It lasts over restarts of the daemon, until undrain. For administrators.
+Stop giving out environments for a GPU, or for all GPUs. Clients that run stay, and are listed. At
+the level failover, protected programs move to a new domain, and the old domain ends after them.
+The drain holds until undrain, also over restarts of the daemon. For administrators.
 """
 
-_UNDRAIN = "Give out environments for a GPU, or for all of them, again. For administrators."
+_UNDRAIN = "Give out environments for a GPU, or for all GPUs, again. For administrators."
 
 _ENV = """\
-Print the commands that make a shell's jobs join: set it before a program initialises CUDA. The path is
-stable: it leads to a working domain also after a fault, so it need not be asked for again. Without --gpu the
-first GPU that CUDA_VISIBLE_DEVICES names is asked for, by UUID or by nvidia-smi's index: where a job's GPUs
-are numbered from 0 for it alone (a container, Slurm with ConstrainDevices), say which by UUID.
+Print the shell commands that give the programs of a shell the environment of mpsd-run: they join MPS with the
+same protection. Run them before a program initialises CUDA. The path is stable: after a fault it leads to a
+working domain, so a shell needs them only once. A line on stderr names the protection level, the GPU and the
+domain. `mpsd-run --help` explains the variables and the names of GPUs.
 
   eval "$(mpsd-ctl env)"                        sh, bash, zsh
   eval `mpsd-ctl env --shell csh`               csh, tcsh
   mpsd-ctl env --shell fish | source            fish
+
+If a program could not join, nothing is set, and eval fails. Exit status 69: the GPU is lost, or the level of
+--require or --protect cannot be had.
 """
 
 _VAULT = """\
-GPU memory of programs under mpsd-run that the daemon holds too. It goes when its program ends, unless it
-was kept under a name: then the same owner (user and cgroup, or user and token) can come back to it until
-it is freed, too old, or the oldest of too much.
+GPU memory of programs under mpsd-run that the daemon holds too. Such memory is freed when its program ends,
+unless it is kept under a name. The same owner (user and cgroup, or user and token) can attach to kept
+memory. mpsd frees it by command, by age, or as the oldest of an owner that keeps too much.
 
-  mpsd-ctl vault list                what is held, of whom, as what it is kept
-  mpsd-ctl vault keep PID NAME       keep what that program has, and what it will allocate
-  mpsd-ctl vault free ID|NAME        let go of one piece, or of all that is kept under a name
+  mpsd-ctl vault list                segments, with owner, age and name
+  mpsd-ctl vault keep PID NAME       keep the memory of that program, now and later, after its end
+  mpsd-ctl vault free ID|NAME        release one segment, or all that a name keeps
 
-A program that lives keeps its own memory in any case: only what the vault holds is let go. Users see and
-change what is their own, administrators everything. Each takes --json, keep and free take --dry-run.
+A running program keeps its own memory in any case: free releases only the daemon's hold. Users see and
+change their own memory, administrators all. Each command takes --json; keep and free take --dry-run.
 """
 
-_VERSION = "Versions of this command, of the daemon and of the driver; a daemon need not run."
+_VERSION = "Versions of this command, of the daemon and of the driver. Works without a daemon."
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors name the nearest valid value."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message)
+        if found is not None:
+            valid = [name.strip(" '") for name in found[2].split(",")]
+            near = difflib.get_close_matches(found[1], valid, n=1)
+            message += f": did you mean {near[0]!r}?" if near else ""
+        super().error(message)
 
 
 def build() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top: argparse.ArgumentParser = _Parser(
         prog="mpsd-ctl",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -171,9 +230,10 @@ def build() -> argparse.ArgumentParser:
     _events(verbs)
     _faults(verbs)
     _failovers(verbs)
-    _verb(verbs, "doctor", "what this machine can and cannot do, and what to do about it", _DOCTOR)
-    _drain(verbs, "drain", "take no new clients", _DRAIN)
-    _drain(verbs, "undrain", "take new clients again", _UNDRAIN)
+    _conditions(verbs)
+    _verb(verbs, "doctor", "capabilities of this machine, with remedies", _DOCTOR)
+    _drain(verbs, "drain", "stop admission of new clients", _DRAIN)
+    _drain(verbs, "undrain", "resume admission of new clients", _UNDRAIN)
     _env(verbs)
     _vault(verbs)
     _verb(verbs, "version", "versions of command, daemon and driver", _VERSION)
@@ -191,8 +251,8 @@ def _verb(verbs: _Verbs, name: str, text: str, description: str, epilog: str = "
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="for programs, with a stable schema")
-    # Also after the command, where most people look for it; what stands before it remains otherwise.
+    parser.add_argument("--json", action="store_true", help="print JSON with a stable schema")
+    # Accept --socket after the command too; without it there, the value before the command holds.
     parser.add_argument("--socket", metavar="PATH", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
@@ -200,32 +260,32 @@ def _verb(verbs: _Verbs, name: str, text: str, description: str, epilog: str = "
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value <= 600:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0 and at most 600 seconds")
+        raise argparse.ArgumentTypeError(f"{text} is out of range: give more than 0 and at most 600 seconds")
     return value
 
 
 def _pid(text: str) -> int:
     value = int(text)
     if not MIN_PID <= value <= MAX_PID:
-        raise argparse.ArgumentTypeError(f"{text} is not {MIN_PID} to {MAX_PID}")
+        raise argparse.ArgumentTypeError(f"{text} is out of range: a pid is {MIN_PID} to {MAX_PID}")
     return value
 
 
 def _number(text: str) -> int:
     value = int(text)
     if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
+        raise argparse.ArgumentTypeError(f"{text} is below 0: give 0 or more")
     return value
 
 
 def _count(text: str) -> int:
     value = int(text)
     if not 1 <= value <= 1000:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 to 1000")
+        raise argparse.ArgumentTypeError(f"{text} is out of range: give 1 to 1000")
     return value
 
 
-# argparse names these in "invalid NAME value".
+# argparse prints these names in "invalid NAME value".
 _seconds.__name__ = "seconds"
 _pid.__name__ = "pid"
 _number.__name__ = "number"
@@ -233,7 +293,7 @@ _count.__name__ = "count"
 
 
 def _status(verbs: _Verbs) -> None:
-    text = "GPUs, domains, clients, and what is held for the dead"
+    text = "GPUs, domains, clients, protections, memory of exited clients"
     parser = _verb(verbs, "status", text, _STATUS, _STATUS_EPILOG)
     parser.add_argument(
         "--watch",
@@ -241,89 +301,100 @@ def _status(verbs: _Verbs) -> None:
         type=_seconds,
         const=2.0,
         metavar="SECONDS",
-        help="again and again until interrupted, every 2 seconds or as given",
+        help="repeat until interrupted, every SECONDS (default 2)",
     )
-    parser.add_argument("--no-headers", action="store_true", help="leave out headings, for scripts")
+    parser.add_argument("--all", "-a", action="store_true", help="list each client, also equal ones")
+    parser.add_argument(
+        "--verbose", "-v", action="store_true", help="add processes, mechanisms, and standby domains"
+    )
+    parser.add_argument("--no-headers", action="store_true", help="omit headings, for scripts")
 
 
-def _deed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, do nothing")
-    parser.add_argument("--reason", default="", metavar="TEXT", help="kept in the daemon's log")
-    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="how long to wait for the end")
+def _add_change_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="print the plan, change nothing")
+    parser.add_argument("--reason", default="", metavar="TEXT", help="reason for the daemon's log")
+    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="time to wait for completion")
 
 
 def _kill(verbs: _Verbs) -> None:
-    parser = _verb(verbs, "kill", "evict one client without harming the others", _KILL)
+    parser = _verb(verbs, "kill", "evict one client without harm to the other clients", _KILL)
     parser.add_argument("pid", type=_pid, metavar="PID")
-    _deed(parser)
-    parser.add_argument("--yes", "-y", action="store_true", help="do not ask, even on a terminal")
+    _add_change_options(parser)
+    parser.add_argument("--yes", "-y", action="store_true", help="do not ask for confirmation")
     parser.add_argument(
         "--start-ticks",
         type=_number,
         metavar="N",
-        help="field 22 of /proc/PID/stat: refuse a process that started at another time",
+        help="field 22 of /proc/PID/stat: refuse if the process started at another time",
     )
 
 
 def _policy(verbs: _Verbs) -> None:
-    text = "what a guard hit of one client leads to"
+    text = "set the consequence of a guard hit of one client"
     parser = _verb(verbs, "policy", text, _POLICY)
     parser.add_argument("pid", type=_pid, metavar="PID")
     parser.add_argument("policy", choices=("evict", "absorb", "freeze"), metavar="evict|absorb|freeze")
-    parser.add_argument("--reason", default="", metavar="TEXT", help="kept in the daemon's log")
+    parser.add_argument("--reason", default="", metavar="TEXT", help="reason for the daemon's log")
     parser.add_argument("--start-ticks", type=_number, metavar="N", help="as for kill")
 
 
 def _events(verbs: _Verbs) -> None:
-    parser = _verb(verbs, "events", "what happens: faults, clients, domains", _EVENTS)
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until interrupted")
+    parser = _verb(verbs, "events", "events of clients, domains and faults", _EVENTS)
+    parser.add_argument("--follow", "-f", action="store_true", help="print new events until interrupted")
     parser.add_argument("--since", type=_number, metavar="ID", help="only events with greater numbers")
 
 
 def _faults(verbs: _Verbs) -> None:
-    parser = _verb(verbs, "faults", "what went wrong: who did it, how sure, and why", _FAULTS)
+    parser = _verb(verbs, "faults", "fault records: offender, confidence, evidence, remedy", _FAULTS)
     parser.add_argument("--limit", type=_count, default=20, metavar="N", help="the newest N (default 20)")
     parser.add_argument("--since", type=_number, metavar="ID", help="only records with greater numbers")
-    parser.add_argument("--explain", metavar="CLASS", help="what a class of fault means and what to do")
+    parser.add_argument("--explain", metavar="CLASS", help="print the meaning of a fault class, and advice")
 
 
 def _failovers(verbs: _Verbs) -> None:
-    parser = _verb(verbs, "failovers", "programs whose domain was left: moved, stayed, and why", _FAILOVERS)
+    parser = _verb(
+        verbs, "failovers", "fail-over history: programs that moved or stayed, and why", _FAILOVERS
+    )
     parser.add_argument("--limit", type=_count, default=20, metavar="N", help="the newest N (default 20)")
     parser.add_argument("--since", type=_number, metavar="ID", help="only records with greater numbers")
+
+
+def _conditions(verbs: _Verbs) -> None:
+    parser = _verb(verbs, "conditions", "states that degrade protection, each with its remedy", _CONDITIONS)
+    parser.add_argument("code", nargs="?", metavar="CODE", help="print this condition alone")
 
 
 def _drain(verbs: _Verbs, name: str, text: str, description: str) -> None:
     parser = _verb(verbs, name, text, description)
     parser.add_argument("--gpu", metavar="GPU", help="index or UUID (default: every GPU)")
-    _deed(parser)
+    _add_change_options(parser)
 
 
 def _vault(verbs: _Verbs) -> None:
     parser = verbs.add_parser(
         "vault",
-        help="memory that outlives its program: list, keep, free",
+        help="GPU memory that outlives its program: list, keep, free",
         description=_VAULT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--socket", metavar="PATH", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     deeds = parser.add_subparsers(dest="deed", required=True, metavar="COMMAND", title="commands")
-    listing = _verb(deeds, "list", "what is held", "One line for each piece of memory that is held.")
-    listing.add_argument("--no-headers", action="store_true", help="leave out headings, for scripts")
-    keep = _verb(deeds, "keep", "keep a program's memory after its end", "Keep a program's memory by name.")
+    listing = _verb(deeds, "list", "list segments", "List the memory segments that the vault holds.")
+    listing.add_argument("--no-headers", action="store_true", help="omit headings, for scripts")
+    keep = _verb(
+        deeds, "keep", "keep a program's memory after its end", "Keep a program's memory under a name."
+    )
     keep.add_argument("pid", type=_pid, metavar="PID")
     keep.add_argument("name", metavar="NAME", help="1 to 63 printable characters, not a number")
     keep.add_argument("--start-ticks", type=_number, metavar="N", help="as for kill")
-    free = _verb(deeds, "free", "let go of what is held", "Let go of one piece, or of all under a name.")
+    free = _verb(deeds, "free", "release segments", "Release one segment, or all that a name keeps.")
     free.add_argument("what", metavar="ID|NAME")
     for deed in (keep, free):
-        _deed(deed)
+        _add_change_options(deed)
 
 
 def _env(verbs: _Verbs) -> None:
-    parser = _verb(verbs, "env", "the environment that a job must set to join", _ENV)
-    parser.add_argument(
-        "--gpu", metavar="GPU", help="index or UUID (default: CUDA_VISIBLE_DEVICES, or the daemon chooses)"
-    )
-    parser.add_argument("--shared", action="store_true", help="the domain that all users share")
-    parser.add_argument("--shell", choices=SHELLS, default="sh", help="whose commands to print")
+    parser = _verb(verbs, "env", "the environment that a job sets to join", _ENV)
+    add_options(parser)
+    parser.add_argument("--shared", action="store_true", help="ask for the domain that all users share")
+    parser.add_argument("--shell", choices=SHELLS, default="sh", help="shell that will run the commands")

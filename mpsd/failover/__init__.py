@@ -1,1 +1,1 @@
-"""Fail-over, the daemon's side of it: what is said with programs, and the copies of the driver."""
+"""Fail-over in the daemon: messages to and from programs, and the driver files."""

@@ -1,7 +1,7 @@
-"""What mpsd needs of a GPU node, as small interfaces with a real and a simulated version.
+"""Interfaces to a GPU node, each with a real and a simulated version.
 
-Both versions pass tests/contract. Methods block for milliseconds at most, never longer than the
-deadline they are given; none of them loads CUDA. A `Source` joins the daemon's one poll loop.
+Both versions pass tests/contract. Methods block for milliseconds at most, and never beyond a given deadline.
+None of them loads CUDA. A `Source` joins the daemon's one poll loop.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mpsd.model import (
+from mpsd.base.model import (
     ComputeMode,
     Gpu,
     GpuProcess,
@@ -24,11 +24,11 @@ from mpsd.model import (
 
 
 class Tracker(Protocol):
-    """The UVM event queue of one client address space. Readable means: call drain()."""
+    """The UVM event queue of one client address space. When readable, call drain()."""
 
     def fileno(self) -> int: ...
     def report_serviced(self) -> None:
-        """From now on also GPU faults that were serviced (`fatal` false). Raises GpuError."""
+        """Report serviced GPU faults too from now on (`fatal` false). Raises GpuError."""
         ...
 
     def drain(self) -> TrackerBatch: ...
@@ -38,49 +38,49 @@ class Tracker(Protocol):
 class AddressSpace(Protocol):
     """Duplicates of the descriptors that keep one client's GPU address space alive.
 
-    While they are open the address space outlives its process. `fds` maps a role ("va", "mm") to
-    a close-on-exec descriptor; the same numbers go to the descriptor store. Nothing else needs to
-    be kept to rebuild the object (`Uvm.adopt`).
+    While they are open the address space outlives its process. `fds` maps a role ("va", "mm") to a
+    close-on-exec descriptor; the same roles go to the descriptor store. They are all that `Uvm.adopt` needs
+    to rebuild the object.
     """
 
     @property
     def fds(self) -> Mapping[str, int]: ...
 
     def track(self) -> Tracker:
-        """A new tracker for fatal faults. Raises GpuError."""
+        """Return a new tracker for fatal faults. Raises GpuError."""
         ...
 
     def map_sparse(self, base: int, length: int, gpu_uuid: str) -> None:
-        """Lay a silent guard over [base, base+length), multiples of 64 KiB. Raises GpuError."""
+        """Map a sparse (silent) guard over [base, base+length), multiples of 64 KiB. Raises GpuError."""
         ...
 
     def unmap_sparse(self, base: int, length: int) -> None:
-        """Take a guard away that map_sparse laid with the same bounds. Raises GpuError."""
+        """Remove a guard that map_sparse created with the same bounds. Raises GpuError."""
         ...
 
     def close(self) -> None:
-        """Close the duplicates. If they were the last, the address space ends here."""
+        """Close the duplicates. The address space ends here if they were the last descriptors."""
         ...
 
 
 class Uvm(Protocol):
-    """The UVM driver as seen by a root process that owns no GPU context."""
+    """The UVM driver, as a root process without a GPU context sees it."""
 
     def open(self, process: ProcessInstance, pidfd: int) -> Sequence[AddressSpace]:
-        """Duplicate what the process holds.
+        """Duplicate the UVM descriptors of a process.
 
-        Raises NotReadyError while the process has no initialised address space yet (call again),
-        UnsupportedError when this machine does not allow it (rights, seccomp, unknown ABI).
+        Raises NotReadyError while the process has no initialised address space yet (call again), and
+        UnsupportedError if this machine does not allow it (rights, seccomp, unknown ABI).
         """
         ...
 
     def adopt(self, fds: Mapping[str, int]) -> AddressSpace:
-        """Rebuild an address space from descriptors that a descriptor store kept."""
+        """Rebuild an address space from descriptors of a descriptor store."""
         ...
 
 
 class WorkView(Protocol):
-    """A look at what one client has on the GPU, that goes on after its death while it is leased.
+    """A view of one client's GPU work. While the client is leased, it works after the client's exit too.
 
     `fds` are close-on-exec descriptors that the descriptor store keeps with the lease, by role.
     """
@@ -90,21 +90,21 @@ class WorkView(Protocol):
 
     @property
     def located(self) -> bool:
-        """Whether it is known where its work lies; until then its context may yet come."""
+        """Whether the location of the client's work is known; until then its context may be incomplete."""
         ...
 
     def refresh(self) -> None:
-        """While the client lives, from time to time: learn where to look."""
+        """Locate the client's work. Called periodically while the client lives."""
         ...
 
     def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Pages, from and to, of a context that it has left: what they say of its work is not so."""
+        """Ignore pages [from, to) of a context that the client has left: their semaphores are stale."""
         ...
 
     def pending(self) -> str | None:
-        """What has not ended yet; empty when everything has; None when this machine cannot tell.
+        """Return the work that has not ended; empty if all has ended; None if this machine cannot tell.
 
-        Only for a client that is dead: a living one may launch more at any moment.
+        Only for an exited client: a living one may launch more at any moment.
         """
         ...
 
@@ -112,40 +112,40 @@ class WorkView(Protocol):
 
 
 class WorkInspector(Protocol):
-    """Tells when a dead client's kernels have ended: no driver list does."""
+    """Finds the end of an exited client's kernels, which no driver list shows."""
 
     def open(self, process: ProcessInstance, pidfd: int) -> WorkView:
-        """Raises GpuError when this machine does not allow it."""
+        """Open a view of a client. Raises GpuError if this machine does not allow it."""
         ...
 
     def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> WorkView:
-        """Rebuild a view from descriptors that a descriptor store kept. Owns them from then on."""
+        """Rebuild a view from descriptors of a descriptor store. The view owns them from then on."""
         ...
 
     def is_present(self, process: ProcessInstance, fds: Mapping[str, int]) -> bool:
-        """Whether kept descriptors are of the program that a living process runs now.
+        """Return whether kept descriptors belong to the program that a living process runs now.
 
-        False when they are of one before an exec; True where nothing shows that.
+        False if they belong to a program before an exec; True if nothing shows that.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedMemory:
-    """What a descriptor is. `size` in bytes."""
+    """Identity of an exported allocation. `size` in bytes."""
 
     size: int
     gpu_uuid: str
 
 
 class MemoryInspector(Protocol):
-    """Says whether a descriptor from a stranger is GPU memory that a program exported."""
+    """Checks whether a descriptor from an untrusted process is GPU memory that a program exported."""
 
     def identify(self, fd: int, claimed: ExportedMemory) -> ExportedMemory:
-        """Its true values as far as they can be told, else the claimed ones within bounds.
+        """Return the true values as far as they can be determined, else the claimed ones within bounds.
 
-        Asks nothing of a file system that could make it wait. Raises GpuError for anything else than
-        exported memory, and for a claim that cannot be true.
+        Makes no file-system call that could block. Raises GpuError for anything except exported memory, and
+        for an impossible claim.
         """
         ...
 
@@ -159,7 +159,7 @@ class XidSource(Protocol):
 
 
 class KernelLog(Protocol):
-    """Xid lines of the kernel log, from the moment it was opened on. Bounded per drain."""
+    """Xid lines of the kernel log since it was opened. Bounded per drain."""
 
     def fileno(self) -> int: ...
     def drain(self) -> Sequence[KernelXid]: ...
@@ -168,8 +168,9 @@ class KernelLog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class IsolationState:
-    """What the kernel part says of itself. `driver`: the version of the modules that it is built into;
-    `loaded_ns` (CLOCK_BOOTTIME): when. `written`: records since then."""
+    """State of the kernel module. `driver`: version of the NVIDIA modules that it is built into.
+
+    `loaded_ns`: load time (CLOCK_BOOTTIME). `written`: records since then."""
 
     mode: IsolationMode
     driver: str
@@ -179,37 +180,39 @@ class IsolationState:
 
 
 class Isolation(Protocol):
-    """The door of a patched nvidia-uvm: its records, and what it is told. Readable means: call drain()."""
+    """The control device of a patched nvidia-uvm: records out, requests in. When readable, call drain()."""
 
     def fileno(self) -> int: ...
     def state(self) -> IsolationState:
-        """Raises GpuError."""
+        """Return the module's state. Raises GpuError."""
         ...
 
     def set_mode(self, mode: IsolationMode) -> None:
-        """Of the module, for everybody. Raises GpuError."""
+        """Set the mode of the module, for all clients. Raises GpuError."""
         ...
 
     def drain(self) -> Sequence[KernelFault]:
-        """Records since the last call, in order; a gap in `seq` is what came too fast. Raises GpuError."""
+        """Return records since the last call, in order; a gap in `seq` means lost records. Raises
+        GpuError."""
         ...
 
     def acknowledge(self, space: int) -> bool:
-        """Say that who made this space is being put out: the module waits longer before it kills. False:
-        there is nothing to wait for, it has gone or is being killed. Raises GpuError."""
+        """Tell the module that mpsd evicts the owner of this space, so that it waits longer before it kills.
+
+        False if the space has ended or the module is already killing. Raises GpuError."""
         ...
 
     def kill(self, space: int) -> bool:
-        """Let the module do that now; False as above. Raises GpuError."""
+        """Have the module kill the owner of this space now; False as above. Raises GpuError."""
         ...
 
     def close(self) -> None:
-        """Takes acknowledgements back. Idempotent."""
+        """Withdraw acknowledgements and close. Idempotent."""
         ...
 
 
 class DeviceManager(Protocol):
-    """NVML, or its stand-in."""
+    """NVML or its stand-in."""
 
     def gpus(self) -> Sequence[Gpu]: ...
     def driver_version(self) -> str: ...
@@ -222,7 +225,7 @@ class DeviceManager(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of `doctor`. `ok` is None where the question does not apply."""
+    """One line of `doctor`. `ok` is None if the check does not apply."""
 
     name: str
     ok: bool | None
@@ -231,38 +234,38 @@ class Check:
 
 
 def isolation_check(state: IsolationState) -> Check:
-    """`doctor` on a kernel part that answers."""
+    """Return the `doctor` line for a kernel module that answers."""
     on = state.mode is IsolationMode.ISOLATE
     finding = f"{'on' if on else 'off'} (driver {state.driver}, mode {state.mode})"
     return Check(
-        "kernel isolation", True if on else None, finding, "" if on else "mpsd sets the mode: [kernel]"
+        "kernel isolation", True if on else None, finding, "" if on else "set [kernel] isolation in mpsd.toml"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class NoIsolation:
-    """Why there is no kernel part to work with. Not `known`: one may be loaded, isolate and kill."""
+    """Reason for the missing kernel module. Not `known`: one may be loaded, isolate faults and kill."""
 
     why: str
     remedy: str = ""
     known: bool = True
 
     def check(self) -> Check:
-        """`doctor` without the kernel part."""
+        """Return the `doctor` line without the kernel module."""
         if not self.known:
-            return Check("kernel isolation", None, f"not known: {self.why}", self.remedy)
-        instead = "a memory fault ends every client of its domain; guards and fail-over are what protects"
+            return Check("kernel isolation", None, f"unknown: {self.why}", self.remedy)
+        instead = "a memory fault that no guard absorbs reaches every client of its domain"
         return Check("kernel isolation", None, f"off: {self.why}: {instead}", self.remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A GPU node: what the daemon is assembled from.
+    """A GPU node: the adapters from which the daemon is assembled.
 
-    `control_binary` is the stock nvidia-cuda-mps-control or its stand-in: both are driven through
-    the same adapter. `control_environment` is added to the environment of control daemons.
-    `host_pointers_work`: kernels may use ordinary host memory (HMM, ATS), so no outer guard there.
-    `isolation`: None without the kernel part; `no_isolation` says why.
+    `control_binary` is the stock nvidia-cuda-mps-control or its stand-in; the same adapter drives both.
+    `control_environment` is added to the environment of control daemons. `host_pointers_work`: kernels may
+    use ordinary host memory (HMM, ATS), so the outer guard is impossible. `isolation`: None without the
+    kernel module; `no_isolation` states the reason.
     """
 
     name: str

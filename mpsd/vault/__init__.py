@@ -1,1 +1,1 @@
-"""The vault: GPU memory that outlives its programs, held as descriptors that nothing here ever opens."""
+"""The vault: GPU memory that outlives its programs, held as descriptors that mpsd never opens."""

@@ -1,7 +1,7 @@
 """The protocol between mpsd and its clients. No sockets, no clock, the standard library alone.
 
-Layers, each pure: zmtp (bytes <-> frames), codec (frames <-> messages), session (which message may
-come when), messages (what can be said: the table of operations).
+Layers, all pure: zmtp (bytes <-> frames), codec (frames <-> messages), session (order of messages),
+messages (message types and the table of operations).
 
-Imports in this package are relative, so that the client library can carry a copy of it.
+Imports in this package are relative, so that the client library can include a copy of it.
 """

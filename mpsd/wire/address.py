@@ -1,4 +1,4 @@
-"""Where the socket of mpsd is, for the one that listens and those that look for it."""
+"""Paths of the daemon's socket, for the daemon and for its clients."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MAX_PATH_BYTES = 107
 
 
 def candidates(environ: Mapping[str, str], uid: int) -> tuple[str, ...]:
-    """The sockets that a client of this user tries, the first that exists being the one.
+    """Return the sockets that a client of this user tries; it takes the first one that exists.
 
-    $MPSD_SOCKET alone where it is set. A user's own daemon, which somebody must have started on
-    purpose, comes before that of the machine. A directory under /tmp could be anybody's: whoever
-    connects there checks whose it is.
+    If $MPSD_SOCKET is set, only that one. A user's own daemon comes before the machine's: the user must
+    have started it on purpose. Any user could create a directory under /tmp, so a client checks the owner
+    of a socket there.
     """
     if environ.get(SOCKET_VARIABLE):
         return (environ[SOCKET_VARIABLE],)

@@ -1,13 +1,13 @@
-"""Messages to bytes and back. Whatever comes in, only a message or a ProtocolError comes out.
+"""The codec: messages to bytes and back. Any input yields a message or a ProtocolError.
 
-Fields, all required unless marked, no others allowed:
+Fields, all required, no other fields allowed:
 
     {"v": 1, "type": "request", "id": 7, "op": "kill", "args": {"pid": 4711}, "deadline_ms": 20000}
     {"v": 1, "type": "reply", "id": 7, "result": {...}}
     {"v": 1, "type": "error", "id": 7 or null, "code": "denied", "message": "...", "remedy": "..."}
     {"v": 1, "type": "event", "seq": 12, "event": {...}, "lost": 0}
 
-JSON is taken strictly: UTF-8, no key twice, no NaN or infinity, integers of 64 bits, no deep nesting.
+JSON is checked strictly: UTF-8, no duplicate keys, no NaN or infinity, 64-bit integers, limited depth.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .messages import (
     Request,
 )
 
-# Status nests four deep, a fault record three; the parser's own limit is far beyond this.
+# Status nests four deep, a fault record three; the parser's own limit is far higher.
 MAX_DEPTH = 16
 _INTEGERS = range(-(2**63), 2**64)
-# The longest 64-bit integer in decimal, with its sign: longer text is not even converted.
+# Digits of the longest 64-bit integer with its sign; longer text is not converted.
 _INTEGER_DIGITS = 20
 _SHOWN = 40
 
@@ -46,7 +46,7 @@ _Object = dict[str, object]
 
 
 def encode(message: Request | Answer) -> bytes:
-    """One frame. Raises ProtocolError when it would be too large or holds what JSON cannot."""
+    """Return the frame of a message. Raise ProtocolError if it is too large or not representable in JSON."""
     largest = MAX_REQUEST_BYTES if isinstance(message, Request) else MAX_ANSWER_BYTES
     try:
         text = json.dumps(
@@ -57,20 +57,22 @@ def encode(message: Request | Answer) -> bytes:
             default=_plain,
         )
     except (TypeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"cannot be said in JSON: {error}", request_id=_id_of(message)) from None
-    # Names that come from /proc may hold undecodable bytes as lone surrogates; UTF-8 has no such thing.
+        raise ProtocolError(
+            f"the message is not representable in JSON: {error}", request_id=_id_of(message)
+        ) from None
+    # Names from /proc may hold undecodable bytes as lone surrogates, which UTF-8 does not allow.
     payload = text.encode("utf-8", "replace")
     if len(payload) > largest:
         raise ProtocolError(
-            f"a message of {len(payload)} bytes; the limit is {largest}",
-            remedy="ask for less at a time",
+            f"a message of {len(payload)} bytes exceeds the limit of {largest}",
+            remedy="ask for fewer records",
             request_id=_id_of(message),
         )
     return payload
 
 
 def decode_request(payload: bytes) -> Request:
-    """What a client sent. Raises ProtocolError, with the request's id where it could be read."""
+    """Return a client's request. Raise ProtocolError, with the request's id if it could be read."""
     fields = _envelope(payload, MAX_REQUEST_BYTES)
     request_id = _ranged(fields, "id", 1, MAX_ID)
     try:
@@ -81,7 +83,7 @@ def decode_request(payload: bytes) -> Request:
 
 
 def decode_answer(payload: bytes) -> Answer:
-    """What a daemon sent. Raises ProtocolError."""
+    """Return a daemon's answer. Raise ProtocolError."""
     fields = _envelope(payload, MAX_ANSWER_BYTES)
     match fields["type"]:
         case "reply":
@@ -102,7 +104,7 @@ def decode_answer(payload: bytes) -> Answer:
 
 
 def check_arguments(operation: Operation, args: Mapping[str, object]) -> dict[str, int | str | bool]:
-    """The arguments of a request, checked against the table. Raises ProtocolError."""
+    """Return the arguments of a request, checked against the table. Raise ProtocolError."""
     checked: dict[str, int | str | bool] = {}
     for name, value in args.items():
         argument = operation.argument(name)
@@ -120,7 +122,7 @@ def check_arguments(operation: Operation, args: Mapping[str, object]) -> dict[st
 
 def _argument(operation: Operation, argument: Argument, value: object) -> int | str | bool:
     what = f"argument {argument.name!r} of {operation.name}"
-    # bool is a subclass of int, so the exact type is asked for.
+    # Compare the exact type: bool is a subclass of int.
     if type(value) is not argument.kind.value:
         raise ProtocolError(f"{what} must be of type {argument.kind.name.lower()}, not {_shown(value)}")
     if isinstance(value, str):
@@ -164,7 +166,7 @@ def _id_of(message: Request | Answer) -> int | None:
 
 
 def _plain(value: object) -> object:
-    """Read-only views are mappings that the JSON encoder does not know."""
+    """Return a read-only mapping as a dict, which the JSON encoder accepts."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"a value of type {type(value).__name__}")
@@ -172,7 +174,7 @@ def _plain(value: object) -> object:
 
 def _envelope(payload: bytes, largest: int) -> _Object:
     if len(payload) > largest:
-        raise ProtocolError(f"a message of {len(payload)} bytes; the limit is {largest}")
+        raise ProtocolError(f"a message of {len(payload)} bytes exceeds the limit of {largest}")
     value = _parse(payload)
     if not isinstance(value, dict):
         raise ProtocolError("a message must be a JSON object")
@@ -180,7 +182,7 @@ def _envelope(payload: bytes, largest: int) -> _Object:
     version = value.get("v")
     if type(version) is not int or version != PROTOCOL_VERSION:
         raise ProtocolError(
-            f"protocol version {_shown(version)}; this side speaks {PROTOCOL_VERSION}",
+            f"the peer speaks protocol version {_shown(version)}, this side {PROTOCOL_VERSION}",
             remedy="use a client and a daemon of the same release",
         )
     if not isinstance(value.get("type"), str):
@@ -198,11 +200,11 @@ def _parse(payload: bytes) -> object:
             parse_constant=_constant,
         )
     except UnicodeDecodeError as error:
-        raise ProtocolError(f"not UTF-8 at byte {error.start}") from None
+        raise ProtocolError(f"the message is not UTF-8 at byte {error.start}") from None
     except RecursionError:
-        raise ProtocolError("nested too deeply") from None
+        raise ProtocolError("the message is nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise ProtocolError(f"not JSON: {error.msg} at character {error.pos}") from None
+        raise ProtocolError(f"the message is not JSON: {error.msg} at character {error.pos}") from None
     return value
 
 
@@ -216,14 +218,14 @@ def _once(pairs: list[tuple[str, object]]) -> _Object:
 
 def _integer(text: str) -> int:
     if len(text) > _INTEGER_DIGITS or int(text) not in _INTEGERS:
-        raise ProtocolError("an integer of more than 64 bits")
+        raise ProtocolError("the message has an integer of more than 64 bits")
     return int(text)
 
 
 def _float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ProtocolError("a number beyond double precision")
+        raise ProtocolError("the message has a number beyond double precision")
     return value
 
 
@@ -232,7 +234,7 @@ def _constant(text: str) -> NoReturn:
 
 
 def _check_tree(root: _Object) -> None:
-    """Depth, and text that no UTF-8 can hold (JSON can write half a surrogate pair as an escape)."""
+    """Check depth and text: JSON can escape half a surrogate pair, which UTF-8 cannot encode."""
     level: list[object] = [root]
     for _ in range(MAX_DEPTH):
         below: list[object] = []
@@ -247,14 +249,14 @@ def _check_tree(root: _Object) -> None:
         if not below:
             return
         level = below
-    raise ProtocolError(f"nested more than {MAX_DEPTH} deep")
+    raise ProtocolError(f"the message is nested more than {MAX_DEPTH} deep")
 
 
 def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ProtocolError("text with half a surrogate pair") from None
+        raise ProtocolError("the message has text with half a surrogate pair") from None
 
 
 def _only(fields: _Object, *names: str) -> None:
@@ -262,7 +264,9 @@ def _only(fields: _Object, *names: str) -> None:
     if fields.keys() != expected:
         missing = ", ".join(sorted(expected - fields.keys()))
         extra = ", ".join(_shown(key) for key in sorted(fields.keys() - expected)[:4])
-        raise ProtocolError(f"wrong fields (missing: {missing or 'none'}; unknown: {extra or 'none'})")
+        raise ProtocolError(
+            f"the message has wrong fields (missing: {missing or 'none'}; unknown: {extra or 'none'})"
+        )
 
 
 def _ranged(fields: _Object, name: str, low: int, high: int) -> int:
@@ -287,6 +291,6 @@ def _mapping(fields: _Object, name: str) -> _Object:
 
 
 def _shown(value: object) -> str:
-    """A short, printable quotation of something that a peer sent."""
+    """Return a short, printable quotation of a peer's value."""
     text = ascii(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

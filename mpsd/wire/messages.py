@@ -1,12 +1,12 @@
-"""What can be said on the wire: four kinds of message and one table of operations.
+"""The protocol's messages: four kinds, and the table of operations.
 
     client                               daemon
     Request(id, op, args, deadline) ->   Reply(id, result)  or  ErrorReply(id, code, message, remedy)
     Request(id, "subscribe", ...)   ->   Reply, then EventMessage after EventMessage
 
-Every request is answered once. Requests of one connection may overlap: the id says which answer is
-whose. A message is one JSON object in one frame, with a version; the codec documents the fields.
-The table below is the complete remote surface: who may ask what, with which arguments, for how long.
+Every request gets one answer. Requests of one connection may overlap: the id matches an answer to its
+request. A message is one JSON object in one frame, with a version; the codec documents the fields.
+The table below is the complete remote surface: each operation with its right, arguments and deadline.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from types import MappingProxyType
 
 PROTOCOL_VERSION = 1
 
-# The longest legitimate request (a kill with a reason of 500 characters) has about 4 KiB when every
-# character is escaped; what a hostile peer can make the daemon buffer is this times its connections.
+# The longest legitimate request (a kill with a reason of 500 characters) has about 4 KiB with every
+# character escaped. A hostile peer can make the daemon buffer this much per connection.
 MAX_REQUEST_BYTES = 16 << 10
-# 1000 fault records of 4 KiB each, with as much again to spare.
+# 1000 fault records of 4 KiB each, twice over.
 MAX_ANSWER_BYTES = 8 << 20
 
 MAX_ID = 2**53 - 1
 
 
 class Gap(StrEnum):
-    """Why a subscriber does not get every event after the one that it names; part of the answer."""
+    """Reason why a subscriber does not get every event after the one it names; part of the answer."""
 
     NONE = ""
-    EARLIER = "earlier"  # It was in an earlier life of the daemon, of which nothing is remembered.
-    NEVER = "never"  # No event has had that number. All that are remembered come.
-    FORGOTTEN = "forgotten"  # There were so many since that the oldest are not remembered any more.
+    EARLIER = "earlier"  # The event is older than the daemon's last start.
+    NEVER = "never"  # No event had that number yet. All kept events follow.
+    FORGOTTEN = "forgotten"  # The oldest events since then are no longer kept.
 
 
 MAX_DEADLINE_MS = 600_000
@@ -42,7 +42,7 @@ MAX_DEADLINE_MS = 600_000
 class ProtocolError(Exception):
     """The peer sent something that is not this protocol.
 
-    `request_id` names the request that it happened in where that much could be read.
+    `request_id` names the request, if its id could be read.
     """
 
     code = "protocol"
@@ -55,7 +55,7 @@ class ProtocolError(Exception):
 
 
 class Right(StrEnum):
-    """What a peer needs. Root and the group `mpsd` have every right."""
+    """Right that an operation requires. Root and the group `mpsd` have every right."""
 
     ANY = "any"
     OWN_CLIENT = "own client"
@@ -70,7 +70,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """`low` and `high` bound an integer's value or a text's length in characters."""
+    """An argument of an operation. `low` and `high` bound an integer, or a text's length in characters."""
 
     name: str
     kind: Kind
@@ -81,9 +81,9 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`deadline_s` is how long the answer may take where the request does not say.
+    """An operation. `deadline_s`: time limit of the answer if the request has none.
 
-    `mutates`: the daemon logs who asked, and carries it through even if the deadline passes.
+    `mutates`: the daemon logs the peer, and completes the operation even if the deadline passes.
     """
 
     name: str
@@ -108,30 +108,33 @@ _NAME = Argument("name", Kind.TEXT, required=True, low=1, high=63)
 _TICKS = Argument("start_ticks", Kind.INTEGER)
 
 _TABLE = (
-    Operation("status", Right.ANY, "GPUs, domains, clients, what is held for the dead"),
-    Operation("holders", Right.ANY, "who has work or memory on a GPU, dead or alive; a user sees its own"),
+    Operation("status", Right.ANY, "GPUs, domains, clients, memory of exited clients"),
+    Operation(
+        "holders", Right.ANY, "running and exited processes with work or memory on a GPU; a user sees its own"
+    ),
+    Operation("gpus", Right.ANY, "index, UUID and name of every GPU; starts nothing and asks no driver"),
     Operation(
         "faults",
         Right.ANY,
-        "fault records, newest last; a user gets those that concern its own clients",
+        "fault records, newest last; a user sees records that concern its own clients",
         (Argument("limit", Kind.INTEGER, low=1, high=1000), _SINCE),
     ),
     Operation(
         "failovers",
         Right.ANY,
-        "what became of programs whose domains were left, newest last; a user gets those of its own",
+        "fail-over history, newest last; a user sees its own programs",
         (Argument("limit", Kind.INTEGER, low=1, high=1000), _SINCE),
     ),
     Operation(
         "explain",
         Right.ANY,
-        "one class of fault",
+        "the meaning of a fault class",
         (Argument("class", Kind.TEXT, required=True, low=1, high=64),),
     ),
     Operation(
         "kill",
         Right.OWN_CLIENT,
-        "evict one client; nobody else is harmed",
+        "evict one client without harm to the other clients",
         (_PID, Argument("start_ticks", Kind.INTEGER), _DRY_RUN, _REASON),
         deadline_s=20.0,
         mutates=True,
@@ -139,15 +142,15 @@ _TABLE = (
     Operation(
         "env",
         Right.ANY,
-        "the environment that a workload of this user must set; may start a domain",
+        "the environment that a job of this user sets; may start a domain",
         (_GPU, Argument("shared", Kind.FLAG), Argument("standby", Kind.FLAG)),
         deadline_s=15.0,
     ),
-    Operation("doctor", Right.ANY, "what this machine can and cannot do", deadline_s=30.0),
+    Operation("doctor", Right.ANY, "capabilities of this machine, with remedies", deadline_s=30.0),
     Operation(
         "drain",
         Right.ADMIN,
-        "take no new clients on a GPU, or on all",
+        "stop admission of new clients on a GPU, or on all GPUs",
         (_GPU, _DRY_RUN, _REASON),
         deadline_s=15.0,
         mutates=True,
@@ -155,7 +158,7 @@ _TABLE = (
     Operation(
         "undrain",
         Right.ADMIN,
-        "take new clients again",
+        "resume admission of new clients",
         (_GPU, _DRY_RUN, _REASON),
         deadline_s=15.0,
         mutates=True,
@@ -163,32 +166,32 @@ _TABLE = (
     Operation(
         "subscribe",
         Right.ANY,
-        "events from now on, after those kept since an event number; a user gets its own",
+        "kept events since an event number, then new events; a user gets its own",
         (_SINCE,),
     ),
     Operation(
         "zone_policy",
         Right.ADMIN,
-        "what is done with one client when a guard zone absorbs an access of it",
+        "set the consequence of a guard hit of one client",
         (_PID, _TICKS, Argument("policy", Kind.TEXT, required=True, low=1, high=16), _REASON),
         mutates=True,
     ),
-    Operation("vault_list", Right.ANY, "what the vault holds; a user sees its own"),
+    Operation("vault_list", Right.ANY, "segments in the vault; a user sees its own"),
     Operation(
         "vault_keep",
         Right.OWN_CLIENT,
-        "what a program has in the vault, and will have, stays after it under a name",
+        "keep a program's vault memory, now and later, under a name after its end",
         (_PID, Argument("start_ticks", Kind.INTEGER), _NAME, _DRY_RUN, _REASON),
         mutates=True,
     ),
     Operation(
         "vault_free",
         Right.OWN_CLIENT,
-        "let go of one piece (by its id) or of all that is kept under a name",
+        "release one segment (by its id), or all segments that a name keeps",
         (Argument("what", Kind.TEXT, required=True, low=1, high=63), _DRY_RUN, _REASON),
         mutates=True,
     ),
-    Operation("version", Right.ANY, "versions of the daemon and of what it runs on"),
+    Operation("version", Right.ANY, "versions of daemon, back end and driver"),
 )
 
 OPERATIONS: Mapping[str, Operation] = MappingProxyType({row.name: row for row in _TABLE})
@@ -198,7 +201,7 @@ SUBSCRIBE = "subscribe"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`args` were checked against the table; `deadline_ms` counts from the arrival of the request."""
+    """A request. `args` are checked against the table; `deadline_ms` counts from its arrival."""
 
     id: int
     op: str
@@ -218,7 +221,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """`id` is None where the request was too broken to have one. `code` is that of an MpsdError."""
+    """An error. `id` is None if the request's id could not be read; `code` is the code of an MpsdError."""
 
     id: int | None
     code: str
@@ -228,9 +231,9 @@ class ErrorReply:
 
 @dataclass(frozen=True, slots=True)
 class EventMessage:
-    """One event, or (`lost` > 0, `event` empty) the number that this subscriber was too slow for.
+    """An event; or, with `lost` > 0 and an empty `event`, the number of events dropped for a slow subscriber.
 
-    `seq` grows along the stream; gaps are events that are not for this user.
+    `seq` grows along the stream; gaps are events that this user may not see.
     """
 
     seq: int

@@ -1,12 +1,12 @@
-"""One connection's conversation, both sides, without a socket: which message may come when.
+"""The order of messages on one connection, for both sides, without a socket.
 
-A connection has two things that last: requests that wait for their answer, and at most one
-subscription. The subscription's states and moves are the table below; what is not in it is refused.
+A connection keeps requests that wait for an answer, and at most one subscription. The table below has the
+subscription's transitions; any other transition is refused.
 
     NONE --asked--> ASKED --granted--> LIVE        (ASKED --refused--> NONE)
-    events may come in LIVE only; any state --closed--> CLOSED, which nothing leaves
+    events may come in LIVE only; any state --closed--> CLOSED, which is final
 
-Time is handed in (seconds of any monotonic clock), bytes are whole frames.
+The caller passes the time (seconds of any monotonic clock) and whole frames.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .messages import (
     Request,
 )
 
-# Answers that come after their deadline are dropped; older ids than this many are no longer known.
+# Number of expired request ids that are kept, to drop their late answers.
 _EXPIRED_KEPT = 256
 
 
@@ -58,7 +58,7 @@ TABLE: Mapping[tuple[Subscription, Step], Subscription] = {
 
 
 class _Side:
-    """What both ends keep: the subscription's state."""
+    """State that both ends keep: the subscription."""
 
     def __init__(self) -> None:
         self.subscription = Subscription.NONE
@@ -68,7 +68,7 @@ class _Side:
         return self.subscription is Subscription.CLOSED
 
     def close(self) -> None:
-        """No more messages: the connection is gone."""
+        """Refuse further messages: the connection has ended."""
         self._step(Step.CLOSE)
 
     def _step(self, step: Step, request_id: int | None = None) -> None:
@@ -81,7 +81,7 @@ class _Side:
 
 
 class ClientSession(_Side):
-    """The asking end."""
+    """The client's end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,9 +92,9 @@ class ClientSession(_Side):
     def request(
         self, op: str, args: Mapping[str, object], now: float, deadline_s: float | None = None
     ) -> tuple[int, bytes]:
-        """The id and the frame of a new request.
+        """Return the id and the frame of a new request.
 
-        Raises ProtocolError for what the table of operations does not allow, before anything is sent.
+        Raise ProtocolError if the table of operations does not allow it.
         """
         operation = OPERATIONS.get(op)
         if operation is None:
@@ -113,16 +113,16 @@ class ClientSession(_Side):
         return request_id, frame
 
     def receive(self, frame: bytes) -> Answer | None:
-        """The answer in a frame; None for one whose deadline had passed.
+        """Return the answer in a frame; None if the deadline of its request has passed.
 
-        Raises ProtocolError for an answer to nothing that was asked, and an event without a subscription.
+        Raise ProtocolError for an answer without a request, and for an event without a subscription.
         """
         answer = codec.decode_answer(frame)
         if self.closed:
-            raise ProtocolError("an answer on a closed connection")
+            raise ProtocolError("an answer arrived on a closed connection")
         if isinstance(answer, EventMessage):
             if self.subscription is not Subscription.LIVE:
-                raise ProtocolError("an event that nobody subscribed to")
+                raise ProtocolError("an event arrived without a subscription")
             return answer
         if answer.id is None:
             return answer
@@ -134,13 +134,13 @@ class ClientSession(_Side):
         elif request_id in self._expired:
             op, late = self._expired.pop(request_id), True
         else:
-            raise ProtocolError(f"an answer to request {request_id}, which is not waiting for one")
+            raise ProtocolError(f"an answer arrived for request {request_id}, which does not wait for one")
         if op == SUBSCRIBE:
             self._step(Step.GRANT if isinstance(answer, Reply) else Step.REFUSE)
         return None if late else answer
 
     def expire(self, now: float) -> tuple[int, ...]:
-        """The requests whose deadline has passed; their answers will be dropped."""
+        """Expire requests past their deadline and return their ids. Their answers will be dropped."""
         late = tuple(key for key, (_, deadline) in self._waiting.items() if deadline <= now)
         for request_id in late:
             self._expired[request_id] = self._waiting.pop(request_id)[0]
@@ -153,7 +153,7 @@ class ClientSession(_Side):
 
 
 class ServerSession(_Side):
-    """The answering end."""
+    """The daemon's end."""
 
     def __init__(self, max_pending: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class ServerSession(_Side):
         return len(self._pending)
 
     def receive(self, frame: bytes, now: float) -> Request | ErrorReply:
-        """A request to carry out, or the error to send back at once. Never raises."""
+        """Return a request to perform, or the error to send back at once. Never raise."""
         try:
             return self._admit(codec.decode_request(frame), now)
         except ProtocolError as error:
@@ -175,14 +175,14 @@ class ServerSession(_Side):
         if self.closed:
             raise ProtocolError("the connection is closed", request_id=request.id)
         if request.id in self._pending:
-            # Answered without an id: the request that owns the id still waits for its own answer.
-            raise ProtocolError(f"request {request.id} is already being worked on")
+            # The error has no id: the first request with this id still waits for its answer.
+            raise ProtocolError(f"request id {request.id} is already in use")
         if len(self._pending) >= self._max_pending:
             return ErrorReply(
                 request.id,
                 "busy",
-                f"{len(self._pending)} requests of this connection are being worked on",
-                "wait for an answer before asking more",
+                f"{len(self._pending)} requests of this connection are in progress",
+                "wait for an answer before the next request",
             )
         if request.op == SUBSCRIBE:
             self._step(Step.ASK, request.id)
@@ -190,8 +190,10 @@ class ServerSession(_Side):
         return request
 
     def reply(self, request_id: int, result: Mapping[str, object]) -> bytes:
-        """The frame of an answer. Raises ProtocolError for a result that cannot be said; then the
-        request still waits, for error()."""
+        """Return the frame of an answer.
+
+        Raise ProtocolError for a result that cannot be encoded; the request then waits for error().
+        """
         frame = codec.encode(Reply(request_id, result))
         self._finish(request_id, Step.GRANT)
         return frame
@@ -203,17 +205,17 @@ class ServerSession(_Side):
 
     def _finish(self, request_id: int, step: Step) -> None:
         if request_id not in self._pending:
-            raise ProtocolError(f"request {request_id} was answered before")
+            raise ProtocolError(f"request {request_id} was already answered")
         op, _ = self._pending.pop(request_id)
         if op == SUBSCRIBE:
             self._step(step)
 
     def waits(self, request_id: int) -> bool:
-        """Whether a request still has no answer."""
+        """Return whether a request waits for its answer."""
         return request_id in self._pending and not self.closed
 
     def event(self, seq: int, event: Mapping[str, object], lost: int = 0) -> bytes:
-        """The frame of an event. Raises ProtocolError without a live subscription."""
+        """Return the frame of an event. Raise ProtocolError without a live subscription."""
         if self.subscription is not Subscription.LIVE:
-            raise ProtocolError("nobody subscribed on this connection")
+            raise ProtocolError("this connection has no subscription")
         return codec.encode(EventMessage(seq, event, lost))

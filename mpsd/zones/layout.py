@@ -35,7 +35,7 @@ HEAD_FIELDS = (
     "far_zones",
     "reserved",
 )
-"""In the order of the header; none of the layouts here has padding, and neither has the header."""
+"""In the order of the header. None of the layouts here has padding, nor has the header."""
 
 ZONE = struct.Struct("=IHHQQQ")
 ZONE_FIELDS = ("sequence", "kind", "role", "start", "end", "born_ns")
@@ -53,7 +53,7 @@ HEAD_VERSION_AT = 8
 
 
 def counter_at(field: str) -> int:
-    """Where a field of 64 bits of the header lies."""
+    """Return the offset of a 64-bit field of the header."""
     index = HEAD_FIELDS.index(field)
     return 0 if index == 0 else 8 * (index - 1)
 

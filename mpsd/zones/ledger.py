@@ -1,10 +1,10 @@
-"""Reads the ledger of a client: shared memory that the client writes at any moment, and may fill with lies.
+"""Reader of a client's ledger: shared memory that the client writes at any time and may fill with lies.
 
-It is proven to be a memfd of the right size that can neither shrink nor grow, and then read with pread(2)
-rather than mapped: no page of it can fault the daemon, and holes in it cost nothing. All that is read is
-bounded by the layout. A row counts when its sequence was the same even number before and after it was
-read; rows that make no sense are passed over. What remains is the client's word about itself: it can
-have the client named and ended, and nobody else.
+The file is proven to be a memfd of the right size that can neither shrink nor grow. It is read with pread(2),
+not mapped: no page of it can fault the daemon, and holes in it cost nothing. All reads are bounded by the
+layout. A row counts if its sequence was the same even number before and after the read; rows that make no
+sense are skipped. The result is the client's claim about itself: it can get this client named and ended, and
+no other client.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mpsd.errors import GpuError
-from mpsd.linux.filetype import file_type
-from mpsd.model import Nearby, Relation, ZoneRole
+from mpsd.base.errors import GpuError
+from mpsd.base.model import Nearby, Relation, ZoneRole
+from mpsd.os.filetype import file_type
 from mpsd.zones import layout
 from mpsd.zones.layout import Kind, Role
 
@@ -40,8 +40,10 @@ _ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The counters of a ledger. `launched`, `settled`: kernels started and known to have ended. Far zones are
-    among the managed ones."""
+    """The counters of a ledger. `launched`, `settled`: kernels started and known to have ended.
+
+    Far zones are among the managed ones.
+    """
 
     launched: int
     settled: int
@@ -61,7 +63,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Zone:
-    """[start, end) that absorbs and reports, since `born_ns`: CLOCK_MONOTONIC_RAW, as events have it."""
+    """A zone [start, end) that absorbs and reports, since `born_ns` (CLOCK_MONOTONIC_RAW, like events)."""
 
     start: int
     end: int
@@ -70,7 +72,7 @@ class Zone:
 
 
 class ZoneMap:
-    """The zones of one moment that report, to be asked by address."""
+    """The reporting zones of one moment, searchable by address."""
 
     def __init__(self, zones: list[Zone]) -> None:
         self._zones = sorted(zones, key=lambda zone: zone.start)
@@ -93,20 +95,20 @@ class Ledger:
     """One client's ledger. Owns its descriptor. Every method may be called from any thread."""
 
     def __init__(self, fd: int) -> None:
-        """Takes `fd` over once it is proven. Raises GpuError, and then it is still the caller's."""
+        """Take over `fd` once it is proven. Raises GpuError; then the caller still owns it."""
         _prove(fd)
         self._fd = fd
         if self._fields()[:4:3] != (layout.MAGIC, layout.SIZE) or self._fields()[1] != layout.VERSION:
-            raise GpuError("a ledger does not begin as one of this version")
+            raise GpuError("the header of a ledger is not of this version")
 
     def again(self) -> Ledger:
-        """The same ledger by a descriptor of its own, for a reader that may outlive this one."""
+        """Return the same ledger with its own descriptor, for a reader that may outlive this one."""
         made = Ledger.__new__(Ledger)
         made._fd = fcntl.fcntl(self._fd, fcntl.F_DUPFD_CLOEXEC, 3)
         return made
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptor. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -114,7 +116,7 @@ class Ledger:
     def _read(self, at: int, size: int) -> bytes:
         data = os.pread(self._fd, size, at)
         if len(data) != size:
-            raise GpuError(f"a ledger gave {len(data)} of {size} bytes")
+            raise GpuError(f"the read of a ledger returned {len(data)} of {size} bytes")
         return data
 
     def _fields(self) -> tuple[int, ...]:
@@ -142,14 +144,14 @@ class Ledger:
     # -- zones -------------------------------------------------------------------------------------------
 
     def zone_bytes(self) -> bytes:
-        """The zones' rows as they are: equal bytes mean that nothing has changed."""
+        """Return the rows of the zones as bytes: equal bytes mean that nothing has changed."""
         return self._read(layout.ZONES_AT, layout.ZONES * layout.ZONE.size)
 
     def zones(self, rows: bytes) -> ZoneMap:
-        """The zones that report, from `zone_bytes()`; each row is believed if it still is the same."""
+        """Parse the reporting zones from `zone_bytes()`; a row counts if it still is the same."""
         again = self.zone_bytes()
         found = []
-        # Rows are filled from the first on, and mostly few are.
+        # Rows are filled from the first on; usually few are in use.
         used = -(-len(rows.rstrip(b"\0")) // layout.ZONE.size) * layout.ZONE.size
         rows = rows[:used]
         for index, (sequence, kind, role, start, end, born) in enumerate(layout.ZONE.iter_unpack(rows)):
@@ -160,10 +162,10 @@ class Ledger:
                 found.append(Zone(start, end, _ROLES[Role(role)], born))
         return ZoneMap(found)
 
-    # -- what lies there ---------------------------------------------------------------------------------
+    # -- allocations -------------------------------------------------------------------------------------
 
     def nearest(self, address: int, role: ZoneRole, now_ns: int) -> Nearby | None:
-        """The allocation that an access to a zone was most likely meant for.
+        """Return the allocation that an access to a zone was most likely meant for.
 
         `now_ns`: CLOCK_MONOTONIC. Reads three megabytes: call it from a thread.
         """
@@ -174,7 +176,7 @@ class Ledger:
             if found is None:
                 continue
             relation, distance = found
-            # The nearest; a living one before one that was freed, and the latest before older ones.
+            # The nearest; a live allocation before a freed one, and a later before an older one.
             rank = (0 if relation is Relation.INSIDE else distance, 1 if freed else 0, -order)
             if best is None or rank < best[0]:
                 age = max(0, now_ns - born) / 1e9
@@ -184,7 +186,7 @@ class Ledger:
         return best[1] if best else None
 
     def _notes(self) -> Iterator[tuple[int, ...]]:
-        """Rows in use that were whole when they were read."""
+        """Yield the rows in use that were consistent when they were read."""
         size = layout.NOTE.size
         for first in range(0, layout.NOTES, _ROWS_AT_A_TIME):
             at, length = layout.NOTES_AT + first * size, _ROWS_AT_A_TIME * size
@@ -199,18 +201,18 @@ class Ledger:
                 if not length or sequence != then or sequence % 2 or start + length > ADDRESS_LIMIT:
                     continue
                 yield note
-            # Many rows of Python hold the interpreter: the loop must not wait for it.
+            # Parsing many rows holds the interpreter lock: let the event loop run.
             time.sleep(0)
 
     def kernel(self, head: Head) -> str | None:
-        """The name of the one kernel that had not ended when `head` was read; None if it was not one."""
+        """Return the name of the kernel in flight when `head` was read; None if it was not exactly one."""
         if head.launched - head.settled != 1:
             return None
         row = (head.launched - 1) % layout.LAUNCHES
         at = layout.LAUNCHES_AT + row * layout.LAUNCH.size
         function, _ = layout.LAUNCH.unpack(self._read(at, layout.LAUNCH.size))
         if self.head().launched - head.launched >= layout.LAUNCHES:
-            # So many were launched since that the row is another one's.
+            # So many kernels were launched since that the row describes a later one.
             return None
         return self._name_of(function, head.names_used)
 
@@ -231,41 +233,41 @@ class Ledger:
 
 
 def _relation(address: int, start: int, end: int, role: ZoneRole, freed: int) -> tuple[Relation, int] | None:
-    """None for an allocation that cannot have been meant: where it lies there is no zone of that role."""
+    """Return None for an allocation that cannot have been meant: there is no such zone around it."""
     if freed and role is ZoneRole.FAR and not start <= address < end:
-        # What lived nearer once explains nothing; where it was, a use after free does.
+        # A nearer allocation of the past explains nothing; at its own addresses, a use after free does.
         return None
     width = PAGE if address % PAGE == 0 else 1
     if address >= end:
         return Relation.PAST, address - end
     if address + width <= start:
         return Relation.BEFORE, start - address
-    # Where addresses are used again, a freed allocation once lay over what lives there now.
+    # If addresses are used again, a freed allocation once covered the present one.
     if freed and role in (ZoneRole.QUARANTINE, ZoneRole.FAR):
         return Relation.INSIDE, max(0, address - start)
     return None
 
 
 def _prove(fd: int) -> None:
-    """Raises GpuError for a file that is no ledger. Asks no file system that could make us wait."""
+    """Check that a file is a ledger; raises GpuError. Never waits for a file system."""
     try:
         found = file_type(fd)
         on, link = _memfds()
-        # The name alone is anybody's to give; memfds are all on one file system of the kernel's.
+        # A name can be forged, but all memfds are on one internal file system of the kernel.
         name = os.readlink(f"/proc/self/fd/{fd}")
         if not stat.S_ISREG(found.mode) or found.on != on or not name.startswith(link):
-            raise GpuError("a descriptor is no shared memory")
+            raise GpuError("the descriptor is not a memfd")
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise GpuError(f"a descriptor cannot be looked at: {error.strerror}") from error
+        raise GpuError(f"cannot inspect the descriptor: {error.strerror}") from error
     if sealed & SEALS != SEALS:
-        raise GpuError("a ledger could change its size")
+        raise GpuError("the ledger is not sealed against a change of its size")
     if found.size != layout.SIZE:
-        raise GpuError(f"a ledger has {layout.SIZE} bytes, this one {found.size}")
+        raise GpuError(f"the ledger has {found.size} bytes instead of {layout.SIZE}")
 
 
 def _memfds() -> tuple[int, str]:
-    """Which file system memfds are on, and how their names begin."""
+    """Return the file system of memfds, and the prefix of their names."""
     sample = os.memfd_create("mpsd-sample", os.MFD_CLOEXEC)
     try:
         return file_type(sample).on, _MEMFD

@@ -1,5 +1,4 @@
-"""The node under test: every test of this directory runs on the simulated one, and on the real GPU where
-MPSD_TEST_GPU allows it (see tests/conftest.py)."""
+"""The node under test: simulated, and the real GPU where MPSD_TEST_GPU allows it (see tests/conftest.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
 @pytest.fixture
 def node(machine: Machine) -> Iterator[Node]:
-    """A backend with a started fault domain and a way to start clients. Nothing of it may be left."""
+    """Yield a backend with a started fault domain that can start clients; afterwards nothing may be left."""
     opened = Node(machine)
     try:
         yield opened

@@ -1,17 +1,26 @@
-"""ControlDaemon on the stock binary and on its stand-in: life, commands, adoption, end."""
+"""ControlDaemon on the stock binary and on its stand-in: start, commands, adoption, shutdown."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
-from mpsd.control import ControlCommands, ControlDaemon, ControlGoneError, TerminateOutcome
-from mpsd.errors import AlreadyRunningError, AmbiguousError, DeadlineError, NotFoundError
-from mpsd.linux.pinned import Pinned
-from mpsd.model import ProcessInstance, ServerState
+from mpsd.base.errors import AlreadyRunningError, AmbiguousError, DeadlineError, NotFoundError
+from mpsd.base.model import ProcessInstance, ServerState
+from mpsd.mps import pipedir
+from mpsd.mps.control import (
+    OUTPUT_FILE,
+    ControlCommands,
+    ControlDaemon,
+    ControlGoneError,
+    TerminateOutcome,
+)
+from mpsd.mps.reachability import check_apart
+from mpsd.os.pinned import Pinned
 from tests.support.gpunode import Domain, Node
 from tests.support.program import Program
 from tests.support.waiting import DEADLINE_S, readable, until
@@ -20,7 +29,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def another_front_end(domain: Domain) -> ControlCommands:
-    """As a second process would have it: the two know nothing of each other."""
+    """Return a second ControlDaemon as another process would have it: the two share no state."""
     return ControlCommands(
         domain.control.binary,
         domain.control.pipe_dir,
@@ -65,6 +74,27 @@ def test_a_server_is_started_before_its_first_client(node: Node) -> None:
     assert node.run(domain.control.servers()) == (domain.server,)
     assert [server.pid for server in domain.control.server_instances()] == [domain.server]
     assert domain.clients() == set()
+
+
+def test_a_server_is_a_child_as_soon_as_its_start_was_accepted(node: Node) -> None:
+    """mpsd takes a start for failed if the log has a sign of it and no server is left then."""
+    domain = node.new_domain()
+    node.run(domain.control.start(DEADLINE_S))
+    node.run(domain.control.start_server(os.getuid()))
+    assert len(domain.control.server_instances()) == 1
+
+
+def test_a_probe_of_its_socket_neither_reaches_nor_hinders_it(node: Node) -> None:
+    """A probe tells whether users get to the socket, each second."""
+    domain = node.domain
+    path = pipedir.socket_path(domain.control.pipe_dir)
+    log = Path(domain.control.log_dir) / OUTPUT_FILE
+    before = log.read_bytes()
+    for _ in range(30):
+        assert check_apart(os.getuid(), path) is None
+    assert log.read_bytes() == before
+    assert node.run(domain.control.servers()) == (domain.server,)
+    node.survivor(domain.environment).ready().unharmed()
 
 
 def test_a_directory_has_one_daemon_at_a_time(node: Node) -> None:
@@ -175,7 +205,7 @@ def test_a_client_is_terminated_and_the_others_go_on(node: Node) -> None:
     survivor.ready()
     assert terminate(node, client.pid) is TerminateOutcome.DONE
     assert client.failure() == 810
-    # The real server lists it until its process has gone.
+    # The real server lists the client until its process has exited.
     client.gone()
     until(lambda: client.pid not in node.domain.clients(), "the server to forget the client")
     survivor.unharmed()
@@ -188,7 +218,7 @@ def test_an_endless_kernel_is_terminated_and_the_others_go_on(node: Node, grid: 
     survivor.ready()
     space = node.open(hanging)
     hanging.go()
-    hanging.must("fire")
+    hanging.require("fire")
     assert terminate(node, hanging.pid) is TerminateOutcome.DONE
     assert hanging.failure() == 810
     hanging.kill()

@@ -1,4 +1,4 @@
-"""Uvm.open and Uvm.adopt: the descriptors of a client, found, duplicated, kept and taken over again."""
+"""Uvm.open and Uvm.adopt: find, duplicate, keep and adopt the descriptors of a client."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from mpsd.errors import GpuError, NotFoundError, NotReadyError
+from mpsd.base.errors import GpuError, NotFoundError, NotReadyError
 from mpsd.gpu.base import AddressSpace
-from mpsd.linux.pinned import Pinned
+from mpsd.os.pinned import Pinned
 from tests.support.gpunode import Node, duplicates
 from tests.support.program import Program
 from tests.support.waiting import until
@@ -19,7 +19,7 @@ ILLEGAL_ACTION = 0x16
 
 @pytest.fixture
 def client(node: Node) -> Program:
-    """A client that is idle."""
+    """An idle client."""
     return node.offender("clean_exit").ready()
 
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from mpsd.errors import NotFoundError
-from mpsd.model import ComputeMode, GpuProcess
+from mpsd.base.errors import NotFoundError
+from mpsd.base.model import ComputeMode, GpuProcess
 from tests.support.gpunode import MEMORY, Node
 from tests.support.waiting import until
 
@@ -44,8 +44,8 @@ def test_a_gpu_that_is_not_there_is_not_found(node: Node) -> None:
 def test_clients_servers_and_outsiders_are_told_apart(node: Node) -> None:
     nowhere = {"CUDA_MPS_PIPE_DIRECTORY": str(node.base / "none"), "CUDA_VISIBLE_DEVICES": node.gpu.uuid}
     client, outsider = node.offender("clean_exit"), node.offender("clean_exit", environment=nowhere)
-    assert client.ready().must("ready").data["on_mps"] is not False
-    assert outsider.ready().must("ready").data["on_mps"] is not True
+    assert client.ready().require("ready").data["on_mps"] is not False
+    assert outsider.ready().require("ready").data["on_mps"] is not True
     listed = processes(node)
     assert listed[client.pid].mps
     assert not listed[outsider.pid].mps

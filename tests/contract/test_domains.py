@@ -1,4 +1,4 @@
-"""A fault domain as its clients and its control daemon see it: ACTIVE, FAULT, gone, and what the log says."""
+"""A fault domain as its clients and its control daemon see it: ACTIVE, FAULT, exit, and its log."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpsd import mpslog
-from mpsd.control import OUTPUT_FILE
-from mpsd.logfollow import LogFollower
-from mpsd.model import ServerState
+from mpsd.base.model import ServerState
+from mpsd.mps import log as mpslog
+from mpsd.mps.control import OUTPUT_FILE
+from mpsd.mps.logfollow import LogFollower
 from tests.support.gpunode import Node
 from tests.support.waiting import DEADLINE_S, until
 
@@ -28,7 +28,7 @@ class Log:
         self._events: list[mpslog.Event] = []
 
     def events(self) -> list[mpslog.Event]:
-        """Everything that it has said so far."""
+        """Return all events of the log so far."""
         self._events += [self._parser.feed(line).event for line in self._follower.drain()]
         return self._events
 

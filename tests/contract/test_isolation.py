@@ -1,4 +1,4 @@
-"""Isolation: a fault that the kernel part sinks stays with its client; whoever must go goes in time."""
+"""Isolation: a fault that the patched nvidia-uvm absorbs stays with its client; offenders end in time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from mpsd.base.model import Access, IsolationMode, KernelAction, KernelFault, ServerState
 from mpsd.gpu.base import Isolation
-from mpsd.model import Access, IsolationMode, KernelAction, KernelFault, ServerState
 from tests.support.gpunode import Node, next_event
 from tests.support.waiting import DEADLINE_S
 
@@ -19,7 +19,7 @@ UNMAPPED = 0x7E0000000000
 
 @pytest.fixture
 def door(node: Node) -> Iterator[Isolation]:
-    """In mode isolate, with what was told before this test read."""
+    """The isolation device in mode isolate, after all earlier records were read."""
     isolation = node.machine.isolation()
     if isolation is None:
         pytest.skip(node.machine.backend.no_isolation.why)
@@ -31,7 +31,7 @@ def door(node: Node) -> Iterator[Isolation]:
 
 
 def told(door: Isolation, action: KernelAction, seq: int = 0) -> KernelFault:
-    """The next record of this kind, from number `seq` on."""
+    """Return the next record of this kind, from number `seq` on."""
     poll = select.poll()
     poll.register(door.fileno(), select.POLLIN)
     while poll.poll(DEADLINE_S * 1000):

@@ -1,4 +1,4 @@
-"""The death lease: a dead client's address space lives on while duplicates of its descriptors are open."""
+"""The death lease: a dead client's address space exists while duplicates of its descriptors are open."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from mpsd.base.model import ServerState
 from mpsd.gpu.base import WorkView
-from mpsd.model import ServerState
 from tests.support.gpunode import MEMORY, Node
 from tests.support.program import Program
 from tests.support.waiting import until
@@ -30,7 +30,7 @@ def processes(node: Node) -> set[int]:
 
 
 def pair(node: Node, kind: str, *args: str) -> tuple[Program, Program]:
-    """One that is to die and one that is to survive it, both ready."""
+    """A client that is to die and a client that is to survive it, both ready."""
     dying, survivor = node.offender(kind, *args), node.survivor()
     return dying.ready(), survivor.ready()
 

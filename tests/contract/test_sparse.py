@@ -1,24 +1,24 @@
-"""AddressSpace.map_sparse: from outside, a range of a client's addresses becomes harmless and silent."""
+"""AddressSpace.map_sparse makes a range of a client's addresses harmless from outside, without an event."""
 
 from __future__ import annotations
 
 import pytest
 
-from mpsd.errors import GpuError
+from mpsd.base.errors import GpuError
+from mpsd.base.model import ServerState
 from mpsd.gpu.base import AddressSpace
-from mpsd.model import ServerState
 from tests.support.gpunode import Node, next_event
 from tests.support.program import Program
 
 pytestmark = pytest.mark.timeout(60)
 GRANULE, LARGE = 64 << 10, 4 << 30
 UNMAPPED, LOW = 0x7E0000000000, 0x40000
-"""Where offenders of the kinds store, load and atomic go, and those of guard_low."""
+"""Address that offenders of the kinds store, load and atomic access, and those of guard_low."""
 
 
 @pytest.fixture
 def opened(node: Node) -> tuple[Program, AddressSpace]:
-    """A client that will store to UNMAPPED when told."""
+    """A client that stores to UNMAPPED on command."""
     client = node.offender("store").ready()
     return client, node.open(client)
 

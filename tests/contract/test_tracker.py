@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import pytest
 
+from mpsd.base.model import Access, ServerState, UvmEvent, UvmFaultType
 from mpsd.gpu.base import Tracker
-from mpsd.model import Access, ServerState, UvmEvent, UvmFaultType
 from tests.support.gpunode import Node, faulted_at, next_event
 from tests.support.program import Program
 
 pytestmark = pytest.mark.timeout(60)
 UNMAPPED = 0x7E0000000000
-"""Where the harness's offenders go when they go astray."""
+"""Address that the harness's offenders access."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mmu:
-    """A fault of the MMU: what the event says, and the CUDA errors. `address` None: not known before."""
+    """An MMU fault: fields of the event, and the CUDA errors. `address` None: not known in advance."""
 
     kind: str
     access: Access
@@ -67,7 +67,7 @@ def test_an_mmu_fault_shows_on_the_guilty_tracker_alone(node: Node, fault: Mmu) 
 
 
 def check_address(node: Node, fault: Mmu, event: UvmEvent) -> None:
-    """The kernel log names the same address, also where nobody could know it before."""
+    """Check that the kernel log names the same address, also where it was not known in advance."""
     addresses = {faulted_at(line) for line in node.xids(31) if line.xid == 31}
     assert addresses == {event.address}
     if fault.address is not None:

@@ -1,4 +1,4 @@
-"""WorkInspector: when a dead client's kernels have ended, which no list of the driver tells."""
+"""WorkInspector: when a dead client's kernels have ended, which the driver does not list anywhere."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LOOKS = 20
 
 @pytest.fixture(params=["same holder", "next holder"])
 def held(request: pytest.FixtureRequest) -> bool:
-    """Whether the descriptors change hands at the death, as when the daemon is replaced."""
+    """Return whether one process keeps the descriptors at the death; False: a new daemon takes them over."""
     return bool(request.param == "same holder")
 
 
 def view_after_death(node: Node, client: Program, *, same_holder: bool) -> WorkView:
-    """Look at a leased client, let it do its deed and die; the view that goes on."""
+    """Look at a leased client, let it run its kernel and die; return the view that outlives it."""
     view = node.inspect(client)
     assert not any(os.get_inheritable(fd) for fd in view.fds.values())
     kept = duplicates(list(view.fds.items()))
@@ -58,7 +58,7 @@ def test_a_kernel_that_never_ends_is_pending_for_ever(node: Node, held: bool) ->
     space = node.open(client)
     view = view_after_death(node, client, same_holder=held)
     assert all(view.pending() for _ in range(LOOKS))
-    # Its end is a fault: it must be over before the next test.
+    # The kernel ends in a fault, which must be over before the next test.
     space.close()
     node.xids(31)
     node.domain.spoilt = True

@@ -1,4 +1,4 @@
-"""XidSource and KernelLog: what the driver says of a fault, by number and by line."""
+"""XidSource and KernelLog: the driver's reports of a fault, by number and by log line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from mpsd.base.model import NvmlXid
 from mpsd.gpu.base import KernelLog, XidSource
-from mpsd.model import NvmlXid
 from tests.support.gpunode import Node, faulted_at
 from tests.support.waiting import DEADLINE_S, readable
 

@@ -1,4 +1,4 @@
-"""Programs go on through faults that nothing isolates, under a whole mpsd, on the simulated GPU."""
+"""Programs survive faults that nothing isolates, under a whole mpsd, on the simulated GPU."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from typing import Any
 
 import pytest
 
-from faultinject import report
-from faultinject.failover import reports
-from faultinject.failover.command import main_settings, run
-from faultinject.failover.outcomes import Fault, data
-from faultinject.failover.reports import judge
-from faultinject.failover.rounds import NOT_RECORDED, Offenders, Rounds
-from faultinject.failover.works import WorkRounds
-from faultinject.history import History, clock
-from faultinject.node import Node, open_simulated_node
-from faultinject.proxy.library import Libraries
-from faultinject.rig import Rig
-from faultinject.worker import Worker
-from mpsd import exporter
+from faultinject.campaigns.failover import reports
+from faultinject.campaigns.failover.command import main_settings, run
+from faultinject.campaigns.failover.outcomes import Fault, data
+from faultinject.campaigns.failover.programrounds import ProgramRounds
+from faultinject.campaigns.failover.reports import judge
+from faultinject.campaigns.failover.rounds import NOT_RECORDED, Offenders, Rounds
+from faultinject.evidence import files
+from faultinject.registry.history import History, clock
+from faultinject.rig.libraries import Libraries
+from faultinject.rig.node import Node, open_simulated_node
+from faultinject.rig.rig import Rig
+from faultinject.rig.worker import Worker
+from mpsd.exporter import metrics
 from tests.support.libcudas import session_libraries
 from tests.support.long import only_long
 
 pytestmark = pytest.mark.timeout(300)
 DEADLINE_S = 90.0
 FAULTS = 2
-"""Of one kind, one after the other: there and back again."""
+"""Faults of one kind in succession: one move there and one move back."""
 
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of steps that the programs do at a fault."""
-    monkeypatch.setattr("faultinject.failover.works.BLOCK_S", 0.4)
+    """Shorten the blocks of steps at a fault. Programs compute less often, so they need less of a core."""
+    monkeypatch.setattr("faultinject.campaigns.failover.programrounds.BLOCK_S", 0.4)
+    monkeypatch.setattr(Libraries, "server_options", ("--kernel-ms", "8"))
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +62,10 @@ def test_no_program_is_lost(node: Node, libraries: Libraries, kind: str) -> None
         rounds.start()
         found = data(rounds.run(kind, FAULTS, DEADLINE_S))
         assert rounds.end() == ""
-    assert rig.left == []
+    assert rig.leftovers == []
     assert [len(found), judge(found)] == [FAULTS, "valid"]
     assert all(fate["outcome"] == "moved" for fault in found for fate in fault["record"]["clients"])
-    # What was in flight was done again, so nobody was told anything.
+    # The work in flight was replayed, so no program saw an error.
     assert [p["told"] for fault in found for p in fault["programs"]] == [[]] * (3 * FAULTS)
 
 
@@ -73,11 +74,11 @@ def test_an_offender_that_is_carried_over_is_named_by_its_own_work(
     node: Node, libraries: Libraries, kind: str, moves: int
 ) -> None:
     with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
-        rounds = Rounds(rig, libraries, lambda _: None, Offenders(carried=True))
+        rounds = Rounds(rig, libraries, lambda _: None, Offenders(proxied=True))
         rounds.start()
         found = data(rounds.run(kind, FAULTS, DEADLINE_S))
         rounds.end()
-    assert rig.left == []
+    assert rig.leftovers == []
     assert [len(found), judge(found)] == [FAULTS, "valid"]
     assert [(fault["named"], 1 + len(fault["later"]), fault["offender_code"]) for fault in found] == [
         (True, moves, 719 if kind == "trap" else 700)
@@ -88,14 +89,14 @@ def test_an_offender_that_is_carried_over_is_named_by_its_own_work(
 def test_an_offender_that_was_there_first_comes_last_for_what_it_launched_is_new(
     node: Node, libraries: Libraries
 ) -> None:
-    """So the others have done their work again by then, and can go on elsewhere at once."""
+    """The other participants have replayed by then, and can fail over at once."""
     earlier = [("trap", number) for number in range(FAULTS)]
     with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
         rounds = Rounds(rig, libraries, lambda _: None, Offenders(True, earlier))
         rounds.start()
         found = data(rounds.run("trap", FAULTS, DEADLINE_S))
         rounds.end()
-    assert rig.left == []
+    assert rig.leftovers == []
     assert [len(found), judge(found), *(fault["named"] for fault in found)] == [FAULTS, "valid", True, True]
     others = 0
     for fault in found:
@@ -104,16 +105,16 @@ def test_an_offender_that_was_there_first_comes_last_for_what_it_launched_is_new
         assert max(turns, key=turns.__getitem__) == offender
         assert 1 + len(fault["later"]) == 2
         others += len(turns) - 1
-    # Who has nothing in flight at that moment has no turn.
+    # A participant without work in flight takes no turn.
     assert others
 
 
 class Harmless(Rounds):
-    """The offender's wait ends with this code, and nothing else comes."""
+    """The offender's wait ends with this code, and no fault follows."""
 
     code = 0
 
-    def _begin(self, fault: Fault, kind: str, offender: Worker | None) -> float:
+    def _trigger(self, fault: Fault, server: int | None, offender: Worker | None) -> float:
         fault.offender_code = self.code
         return clock()
 
@@ -122,7 +123,7 @@ class Harmless(Rounds):
 def test_a_fault_of_which_nothing_comes_is_told_from_one_that_nobody_saw(
     node: Node, libraries: Libraries, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("faultinject.failover.rounds.MOVED_S", 0.3)
+    monkeypatch.setattr("faultinject.campaigns.failover.rounds.MOVED_S", 0.3)
     with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
         rounds = Harmless(rig, libraries, lambda _: None)
         rounds.code = code
@@ -131,7 +132,7 @@ def test_a_fault_of_which_nothing_comes_is_told_from_one_that_nobody_saw(
         rounds.end()
     if code == 0:
         assert [(f.nothing, f.problem, f.bystander is not None) for f in found] == [(True, "", True)] * FAULTS
-        assert judge(data(found)) == f"invalid: nothing came of {FAULTS} of {FAULTS} faults"
+        assert judge(data(found)) == f"invalid: {FAULTS} of {FAULTS} faults had no effect"
     else:
         assert [(f.nothing, f.problem) for f in found] == [(False, NOT_RECORDED)]
 
@@ -150,7 +151,7 @@ def test_programs_compute_what_they_would_have_without_faults(
 ) -> None:
     works = ("calls", work) if importlib.util.find_spec("cuda") else ("calls",)
     with History() as history, Rig(node, "mpsd", history, settings=main_settings(libraries)) as rig:
-        rounds = WorkRounds(rig, libraries, lambda _: None, works)
+        rounds = ProgramRounds(rig, libraries, lambda _: None, works)
         rounds.start()
         faults = rounds.run(kind, FAULTS, DEADLINE_S)
         rounds.end()
@@ -186,11 +187,12 @@ def test_a_report_of_what_is_done_is_there_before_the_end(
     assert [list(made["faults"]) for made in (*found, whole)] == [["server_death"], ["server_death", "drain"]]
     for number, made in enumerate((*found, whole)):
         path = tmp_path / f"{number}.json"
-        report.save(made, path)
-        assert reports.load(path) == made
-        # Programs' results are compared at the end, with all of it.
+        files.save(made, path)
+        assert reports.load(files.read(path), path) == made
+        # The programs' results are compared at the end, with the whole report.
         is_early = number == 0 and together and works
-        assert reports.passed(made) is not bool(is_early)
+        problems = [fault["problem"] for faults in made["faults"].values() for fault in faults]
+        assert reports.passed(made) is not bool(is_early), problems
         assert f"--kinds {','.join(made['faults'])} " in made["command"]
 
 
@@ -199,9 +201,9 @@ def test_the_exporter_tells_of_it(node: Node, libraries: Libraries) -> None:
         rounds = Rounds(rig, libraries, lambda _: None)
         rounds.start()
         assert judge(data(rounds.run("drain", 1, DEADLINE_S))) == "valid"
-        registry = exporter.CollectorRegistry(auto_describe=False)
-        registry.register(exporter.Collector(lambda: exporter.ask(str(rig.mpsd.socket))))
-        told = exporter.generate_latest(registry).decode()
+        registry = metrics.CollectorRegistry(auto_describe=False)
+        registry.register(metrics.Collector(lambda: metrics.query_daemon(str(rig.mpsd.socket))))
+        told = metrics.generate_latest(registry).decode()
         rounds.end()
     assert "mpsd_up 1.0" in told
     assert 'mpsd_failover_programs_told_total{outcome="moved"} 3.0' in told

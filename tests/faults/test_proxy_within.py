@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from faultinject.__main__ import main
-from faultinject.proxy import reports
-from faultinject.proxy.judge import BLOCKS
+from faultinject.campaigns.proxy import reports
+from faultinject.programs.pairing.rounds import BLOCKS
 from tests.support.libcudas import Libraries, session_libraries
 
 pytestmark = [
@@ -38,7 +38,7 @@ def test_calls_past_the_proxy_and_through_it_compute_the_same(
     assert data["leftovers"] == [] and "--within" in data["command"].split()
     functions = {}
     for entry in data["programs"]:
-        # The digest is of all steps: those without the proxy have done as many.
+        # The digest covers all steps: runs without the proxy have done as many.
         assert entry["plain"]["digest"] == entry["again"]["digest"] == entry["proxied"]["digest"] != ""
         assert [len(entry["within"][name]) for name in BLOCKS] == [ROUNDS] * 3
         assert all(seconds > 0 for name in BLOCKS for seconds in entry["within"][name])

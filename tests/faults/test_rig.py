@@ -1,4 +1,4 @@
-"""The harness itself: what breaks in it is never a pass, and nothing of a run outlives it."""
+"""The harness itself: its own failures are never a pass, and no process of a run outlives it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from faultinject import leftovers
-from faultinject.faults import by_name
-from faultinject.history import History, load
-from faultinject.matrix import Matrix, Plan
-from faultinject.node import open_node
-from faultinject.rig import Rig
-from faultinject.stage import Options
-from faultinject.worker import Worker, python_environment
-from mpsd.errors import DeadlineError
-from mpsd.model import IsolationMode
+from faultinject.campaigns.matrix import Matrix, Plan
+from faultinject.registry.faults import by_name
+from faultinject.registry.history import History, load
+from faultinject.rig import leftovers
+from faultinject.rig.node import open_node
+from faultinject.rig.rig import Rig
+from faultinject.rig.stage import Options
+from faultinject.rig.worker import Worker, python_environment
+from mpsd.base.errors import DeadlineError
+from mpsd.base.model import IsolationMode
 
 pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_run_that_outlives_its_deadline_is_unknown_and_ends_clean(tmp_path: Path) -> None:
     plan = Plan("simulated", (), (), Options(), deadline_s=0.01, out=tmp_path)
-    entry = Matrix(plan).one(by_name("assert"), "stock", "simulated", tmp_path)
+    entry = Matrix(plan).run_one(by_name("assert"), "stock", "simulated", tmp_path)
     assert entry["verdict"] in ("unknown", "invalid")
     assert any("not over after" in f["text"] for f in entry["findings"])
     end = load(tmp_path / "assert-stock" / "history.jsonl").last("end")
@@ -45,7 +45,7 @@ def test_a_stock_run_does_not_get_the_mode_that_a_run_before_it_left(tmp_path: P
 
 
 def test_a_node_that_cannot_be_had_is_unknown(tmp_path: Path) -> None:
-    entry = Matrix(Plan("nowhere", (), ())).one(by_name("assert"), "stock", "nowhere", tmp_path)
+    entry = Matrix(Plan("nowhere", (), ())).run_one(by_name("assert"), "stock", "nowhere", tmp_path)
     assert entry["verdict"] == "unknown"
     assert "there is no backend 'nowhere'" in entry["findings"][0]["text"]
 
@@ -72,8 +72,8 @@ def test_a_program_that_never_says_it_is_a_missed_deadline(tmp_path: Path) -> No
         broken = worker(tmp_path, history, "--no-such-option")
         try:
             with pytest.raises(DeadlineError, match="did not say ready"):
-                broken.must("ready", timeout=30.0)
-            assert broken.must("gone", timeout=30.0).data["status"] == 2
+                broken.require("ready", timeout=30.0)
+            assert broken.require("gone", timeout=30.0).data["status"] == 2
         finally:
             broken.end()
 
@@ -82,9 +82,9 @@ def test_a_rig_gives_back_every_descriptor_and_directory() -> None:
     before = leftovers.open_descriptors()
     with History() as history, Rig("simulated", "stock", history) as rig:
         survivor = rig.spawn("survivor-0", "survivor")
-        survivor.must("ready", timeout=30.0)
+        survivor.require("ready", timeout=30.0)
         base = rig.base
-    assert rig.left == []
+    assert rig.leftovers == []
     assert not survivor.running
     assert not base.exists()
     assert leftovers.open_descriptors() == before
@@ -93,10 +93,10 @@ def test_a_rig_gives_back_every_descriptor_and_directory() -> None:
 def test_programs_end_when_their_rig_does(tmp_path: Path) -> None:
     with History() as history, Rig("simulated", "stock", history) as rig:
         survivor = rig.spawn("survivor-0", "survivor")
-        survivor.must("ready", timeout=30.0)
+        survivor.require("ready", timeout=30.0)
         assert survivor.process.stdin is not None
         survivor.process.stdin.close()
-        assert survivor.must("gone", timeout=30.0).data["status"] == 3
+        assert survivor.require("gone", timeout=30.0).data["status"] == 3
 
 
 def test_the_environment_of_programs_names_no_service_of_this_machine(

@@ -1,4 +1,4 @@
-"""Requests to a server are answered through faults, under a whole mpsd, on the simulated GPU."""
+"""A server answers requests through faults, under a whole mpsd, on the simulated GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from faultinject.__main__ import main
-from faultinject.failover.command import main_settings
-from faultinject.history import History
-from faultinject.node import open_simulated_node
-from faultinject.proxy.library import Libraries
-from faultinject.rig import Rig
-from faultinject.serving import reports, toy
-from faultinject.serving.batch import WAVE, wave
-from faultinject.serving.rounds import Serving
+from faultinject.campaigns.failover.command import main_settings
+from faultinject.campaigns.serving import reports
+from faultinject.campaigns.serving.rounds import Serving
+from faultinject.programs.llm import toy
+from faultinject.programs.llm.batch import WAVE, wave
+from faultinject.registry.history import History
+from faultinject.rig.libraries import Libraries
+from faultinject.rig.node import open_simulated_node
+from faultinject.rig.rig import Rig
 from tests.support.libcudas import session_libraries
 
 pytestmark = pytest.mark.timeout(300)
@@ -57,9 +58,9 @@ def test_all_is_answered_moved_and_restarted_and_the_report_is_read_again(
 
 
 def answers(waves: int) -> dict[int, list[int]]:
-    """The right tokens, from arithmetic."""
+    """Return the right tokens of each request, by arithmetic."""
     asked = [each for number in range(waves) for each in wave(1, number)]
-    return {each.number: toy.answer(each.prompt, each.tokens) for each in asked}
+    return {each.number: toy.expected_tokens(each.prompt, each.tokens) for each in asked}
 
 
 @contextmanager
@@ -69,13 +70,13 @@ def rigged(libraries: Libraries, base: Path, failover: str) -> Iterator[Rig]:
         settings = main_settings(libraries, failover)
         with History() as history, Rig(node, "mpsd", history, settings=settings) as rig:
             yield rig
-        assert rig.left == []
+        assert rig.leftovers == []
     finally:
         node.close()
 
 
 def test_wrong_answers_are_seen(libraries: Libraries, tmp_path: Path) -> None:
-    """Those of one request are said to be others."""
+    """One request has other tokens than the expected ones."""
     right = answers(1)
     right[3] = [token + 1 for token in right[3]]
     with rigged(libraries, tmp_path, "exact") as rig:
@@ -90,7 +91,7 @@ def test_wrong_answers_are_seen(libraries: Libraries, tmp_path: Path) -> None:
 def test_a_server_that_is_told_of_an_error_is_lost_and_that_is_said(
     libraries: Libraries, tmp_path: Path
 ) -> None:
-    """In mode keep it is, where a fault finds work in flight: at one of several."""
+    """In mode keep a server is lost if a fault finds its work in flight, which one of several faults does."""
     most = 6
     with rigged(libraries, tmp_path, "keep") as rig:
         serving = Serving(rig, libraries, lambda _: None, "moved", 1, answers(most))

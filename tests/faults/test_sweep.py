@@ -1,4 +1,4 @@
-"""mpsd dies before effect N, on the simulated GPU, until none is left; every N with MPSD_TEST_LONG."""
+"""mpsd dies before effect N, on the simulated GPU, until no effect is left; every N with MPSD_TEST_LONG."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from faultinject.sweep import Outcome, SweepPlan, effects_to_try, one
-from faultinject.verdict import Verdict
+from faultinject.campaigns.sweep import (
+    Outcome,
+    SweepPlan,
+    effects_to_try,
+    run_one,
+)
+from faultinject.registry.verdicts import Verdict
 from tests.support.long import of
 
 SEED = 11
 STEP = of(1, 12)
-"""Every N takes minutes; without it every twelfth is tried."""
+"""Every N takes minutes; without MPSD_TEST_LONG only every twelfth is tried."""
 BLOCK = 4 * STEP
 BLOCKS = max(30 // STEP, 4)
-"""More than the script makes mpsd perform: the last blocks find no effect left."""
+"""More effects than mpsd performs for the script: the last blocks find no effect left."""
 
 
 @dataclass
 class Progress:
-    """What the blocks so far found. `over`: an N was not reached any more."""
+    """Results of the blocks so far. `over`: mpsd did not reach some N any more."""
 
     deaths: int = 0
     over: bool = False
@@ -51,7 +56,7 @@ def test_nothing_else_dies_whenever_mpsd_does(first: int, progress: Progress, tm
         pytest.skip("mpsd performs fewer effects in the whole script")
     plan = SweepPlan("simulated", seed=SEED, survivors=1, out=tmp_path)
     with ThreadPoolExecutor(max_workers=min(4, len(os.sched_getaffinity(0)))) as pool:
-        outcomes = list(pool.map(lambda n: one(plan, n, "simulated"), range(first, first + BLOCK, STEP)))
+        outcomes = list(pool.map(lambda n: run_one(plan, n, "simulated"), range(first, first + BLOCK, STEP)))
     assert not complaints(outcomes)
     progress.deaths += sum(o.died for o in outcomes)
     progress.over = not any(o.died for o in outcomes)

@@ -1,4 +1,4 @@
-"""Programs under mpsd-standby go on in another process, under a whole mpsd, on the simulated GPU."""
+"""Programs under mpsd-standby continue in another process, under a whole mpsd, on the simulated GPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from faultinject import takeover
 from faultinject.__main__ import main
-from mpsd.errors import UsageError
+from faultinject.campaigns import takeover
+from faultinject.evidence import files
+from mpsd.base.errors import UsageError
 from tests.support.libcudas import session_libraries
+from tests.support.waiting import BUILD_S
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(BUILD_S)
 
 
 def test_counts_go_on_warm_and_cold_and_the_report_is_read_again(
@@ -31,7 +33,7 @@ def test_counts_go_on_warm_and_cold_and_the_report_is_read_again(
     }
     for faults in found["takeovers"].values():
         assert all(0 < f["heard"] <= f["ended"] <= f["settled"] for f in faults), faults
-        # Whichever comes first lets the next one go on.
+        # The earlier of the two lets the next process continue.
         free = [f["settled"] if f["left"] is None else min(f["left"], f["settled"]) for f in faults]
         assert all(first <= f["after"] for f, first in zip(faults, free, strict=True)), faults
     assert not found["leftovers"]
@@ -53,11 +55,11 @@ def test_what_was_said_at_an_earlier_fault_is_none_of_this_one(monkeypatch: pyte
 
     def stages() -> list[float | None]:
         one = takeover.Takeover("trap")
-        takeovers._stages(one, 200.0, 0.0)
+        takeovers._fill_in_stages(one, 200.0, 0.0)
         return [one.heard, one.left, one.ended, one.settled]
 
     assert stages() == [None, None, None, None]
-    # It ended by itself before its domain was known to be lost.
+    # The process ended by itself before the fault of its domain was known.
     before.append(said("settled", 200.5, ms=250.0, ended_ms=0.0))
     assert stages() == [None, None, 250.0, 500.0]
     before[-1:] = [said("lost", 200.125), said("settled", 200.5, ms=375.0, ended_ms=125.0)]
@@ -90,10 +92,10 @@ def test_what_is_no_good_is_said(faults: list[dict[str, object]], timed: bool, v
 def test_another_report_is_not_read_as_one(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text("{}")
-    assert takeover.load(path) is None
+    assert takeover.load(files.read(path), path) is None
     path.write_text(json.dumps({"kind": takeover.KIND, "schema": 1}))
     with pytest.raises(UsageError, match="no report of this program"):
-        takeover.load(path)
+        takeover.load(files.read(path), path)
 
 
 def test_kinds_that_are_not_there_are_named() -> None:

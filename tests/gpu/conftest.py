@@ -1,5 +1,7 @@
-"""Whole programs under a whole mpsd, on the simulated GPU, and on the real one where MPSD_TEST_GPU allows it
-(tests/conftest.py). The proxy is that of MPSD_LIBCUDA_DIR, an installed one, or built here."""
+"""Whole programs under a whole mpsd, on the simulated GPU, and on the real one if MPSD_TEST_GPU allows it.
+
+See tests/conftest.py. The proxy is that of MPSD_LIBCUDA_DIR, an installed one, or built here.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from faultinject.history import History
-from faultinject.node import Node, open_node, open_simulated_node
-from faultinject.proxy.library import Libraries, find_libraries
-from faultinject.rig import Rig
-from mpsd.errors import MpsdError
+from faultinject.registry.history import History
+from faultinject.rig.libraries import Libraries, find_libraries
+from faultinject.rig.node import Node, open_node, open_simulated_node
+from faultinject.rig.rig import Rig
+from mpsd.base.errors import MpsdError
 from tests.support.libcudas import session_libraries
 
 BACKENDS = ("simulated", pytest.param("nvidia", marks=pytest.mark.gpu))
@@ -32,7 +34,7 @@ def base() -> Iterator[Path]:
 @pytest.fixture(scope="session", params=BACKENDS)
 def node(request: pytest.FixtureRequest, base: Path) -> Iterator[Node]:
     with warnings.catch_warnings():
-        # Those of CUDA's binding are not ours to mend.
+        # Warnings of CUDA's Python binding are not ours to fix.
         warnings.simplefilter("ignore")
         simulated = request.param == "simulated"
         where = base / request.param
@@ -63,7 +65,7 @@ def libraries(node: Node, base: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def rig(node: Node) -> Iterator[Rig]:
-    """A daemon with the vault on. Nothing of the run may be left."""
-    with History() as history, Rig(node, "mpsd", history, settings={"vault.enabled": "true"}) as started:
+    """A daemon with the vault on. No process of the run may be left."""
+    with History() as history, Rig(node, "mpsd", history, settings={"protect": '"guard"'}) as started:
         yield started
-    assert started.left == []
+    assert started.leftovers == []

@@ -1,5 +1,8 @@
-"""A program of two GPUs by ctypes: what the second reaches of the first, before and after peer access is
-enabled, and when it is disabled. As a file it prints one JSON object."""
+"""A program of two GPUs by ctypes: access of the second GPU to memory of the first.
+
+It tries before and after peer access is enabled, and after it is disabled. As a file it prints one JSON
+object.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class Peers:
         must(cuda.cuCtxSetCurrent(self.contexts[device]))
 
     def alloc(self, device: int, size: int) -> int:
-        """Memory filled with FILLED on the first GPU, with zeros on the second."""
+        """Allocate memory filled with FILLED on the first GPU, with zeros on the second."""
         self.use(device)
         address = ctypes.c_uint64()
         must(cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)))
@@ -54,7 +57,7 @@ class Peers:
         return byte.value
 
     def launch(self, source: int) -> int:
-        """What cuCtxSynchronize says of a kernel of the second GPU that reads a word of `source`."""
+        """Run a kernel of the second GPU that reads a word of `source`. Return cuCtxSynchronize's code."""
         at, to, words = ctypes.c_uint64(source), ctypes.c_uint64(self.target), ctypes.c_uint64(1)
         given = [at, to] if self.name == b"load" else [to, at, words]
         pointers = (ctypes.c_void_p * len(given))(*(ctypes.addressof(one) for one in given))
@@ -63,12 +66,12 @@ class Peers:
         return int(cuda.cuCtxSynchronize())
 
     def reach(self, source: int) -> list[int]:
-        """The code of that, and the byte that was read."""
+        """Return the code of such a kernel, and the byte that it read."""
         code = self.launch(source)
         return [code, -1 if code else self.read()]
 
     def copied(self, source: int) -> list[int]:
-        """The same by cuMemcpyPeer."""
+        """Return code and byte of a cuMemcpyPeer."""
         self.use(1)
         there, here = ctypes.c_uint64(source), ctypes.c_uint64(self.target)
         code = int(cuda.cuMemcpyPeer(here, self.contexts[1], there, self.contexts[0], ctypes.c_size_t(4)))
@@ -84,8 +87,8 @@ class Peers:
 
 
 def windowed() -> int:
-    """Allocations in the proxy's window; 0 without one."""
-    from faultinject.proxy.library import read_stats
+    """Return the number of allocations in the proxy's window; 0 without a proxy."""
+    from faultinject.programs.basics.statistics import read_stats
 
     stats = read_stats(os.getpid())
     return int(stats["vault_allocations"]) if stats else 0
@@ -106,7 +109,7 @@ def main() -> None:
         answer |= {"after": peers.reach(late), "large": peers.reach(large + 4 * MIB)}
         answer |= {"copied": peers.copied(late), "windowed": windowed()}
         answer |= {"disabled": peers.disable(), "again": peers.disable()}
-        # The last: the context does not survive it.
+        # Last, since the context does not survive it.
         answer["unreachable"] = peers.launch(early)
     print(json.dumps(answer), flush=True)
     os._exit(0)

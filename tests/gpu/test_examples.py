@@ -1,4 +1,4 @@
-"""The examples and fault callbacks under an mpsd: memory that outlives its program, and what it hears."""
+"""The examples and fault callbacks under an mpsd: memory that outlives its program, and received events."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from faultinject.proxy.library import MPSD_RUN, Libraries
-from faultinject.rig import Rig
-from faultinject.worker import REPOSITORY, Worker
+from faultinject.rig.libraries import MPSD_RUN, Libraries
+from faultinject.rig.rig import Rig
+from faultinject.rig.worker import REPOSITORY, Worker
 from tests.support.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.timeout(150)
@@ -36,7 +36,7 @@ with mpsd_client.session() as session:
 
 
 class Talking:
-    """A program that answers a line with a line; what it writes to stderr is in `errors`."""
+    """A program that answers a line with a line; its stderr is in `errors`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], errors: Path) -> None:
         self.errors = errors
@@ -63,7 +63,7 @@ class Talking:
         return self.hear()
 
     def until_said(self, *words: str) -> str:
-        """A line of its stderr that has all these words."""
+        """Wait for a line of its stderr with all these words."""
 
         def look() -> str | None:
             lines = self.errors.read_text(errors="replace").splitlines()
@@ -107,7 +107,7 @@ def offender(rig: Rig, libraries: Libraries) -> Worker:
         through=MPSD_RUN,
         device="standin" if libraries.driver else None,
     )
-    worker.must("ready", timeout=DEADLINE_S)
+    worker.require("ready", timeout=DEADLINE_S)
     return worker
 
 
@@ -140,7 +140,7 @@ def test_a_program_hears_who_strayed_and_works_on(rig: Rig, libraries: Libraries
         stray.tell("go")
         assert "guard zone was hit" in service.until_said("mpsd:", f"client {stray.pid}", "being evicted")
         service.until_said("mpsd:", "lost a client", str(stray.pid))
-        stray.must("gone", timeout=DEADLINE_S)
+        stray.require("gone", timeout=DEADLINE_S)
         assert service.ask("get colour") == "red"
 
 

@@ -1,4 +1,4 @@
-"""Peer access between two GPUs: the same with the proxy, passing calls on or with its memory, as without."""
+"""Peer access between two GPUs: the same with the proxy, whether or not it owns the memory, as without."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from faultinject.node import Node
-from faultinject.proxy.library import Libraries
-from faultinject.worker import REPOSITORY, python_environment
+from faultinject.rig.libraries import Libraries
+from faultinject.rig.node import Node
+from faultinject.rig.worker import REPOSITORY, python_environment
+from mpsd.base import debug
 
 pytestmark = pytest.mark.timeout(200)
 DEADLINE_S = 60.0
@@ -31,17 +32,20 @@ EXPECTED = {
     "again": 705,
     "unreachable": 700,
 }
-"""`never`: copied by the driver with nothing enabled; the others: what a kernel read, and codes."""
+"""`never`: copied by the driver before peer access is enabled.
+
+The others: bytes that a kernel read, and codes.
+"""
 
 SIDES = {
     "plain": None,
-    "forward": {"MPSD_VAULT": "0"},
-    "vault": {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(4 << 30)},
+    "forward": debug.variable(vault=0),
+    "vault": debug.variable(vault=1, zone_budget=4 << 30),
 }
 
 
 def environment(node: Node, libraries: Libraries, nowhere: Path, side: str) -> dict[str, str]:
-    """Outside MPS: the last thing that the program does must be its own affair."""
+    """Return an environment outside MPS, since the program's last access faults."""
     variables = SIDES[side]
     found = python_environment() | dict(node.environment) | {"CUDA_MPS_PIPE_DIRECTORY": str(nowhere)}
     folder = libraries.driver if variables is None else libraries.proxy

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from faultinject.history import History
-from faultinject.node import Node
-from faultinject.rig import Rig
-from faultinject.worker import Worker
+from faultinject.registry.history import History
+from faultinject.rig.node import Node
+from faultinject.rig.rig import Rig
+from faultinject.rig.worker import Worker
 from tests.support.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.timeout(150)
@@ -21,12 +21,12 @@ def spanning(node: Node, gpus: list[str]) -> Iterator[Rig]:
     quoted = ", ".join(f'"{uuid}"' for uuid in gpus)
     with History() as history, Rig(node, "mpsd", history, settings={"domains.span": f"[[{quoted}]]"}) as rig:
         yield rig
-    assert rig.left == []
+    assert rig.leftovers == []
 
 
 def both(rig: Rig, name: str, seed: int) -> Worker:
-    worker = rig.spawn(name, "both", "--seed", str(seed))
-    said = worker.must("ready", "error", timeout=DEADLINE_S)
+    worker = rig.spawn(name, "twogpus", "--seed", str(seed))
+    said = worker.require("ready", "error", timeout=DEADLINE_S)
     assert said.what == "ready", (said.data, rig.error_text(worker))
     assert said.data["on_mps"] is not False
     return worker
@@ -44,7 +44,7 @@ def record_of(rig: Rig, pid: int) -> Mapping[str, Any] | None:
 
 def unharmed(worker: Worker) -> None:
     worker.tell("stop")
-    said = worker.must("done", "error", timeout=DEADLINE_S)
+    said = worker.require("done", "error", timeout=DEADLINE_S)
     assert (said.what, said.data["wrong"]) == ("done", 0), said.data
     assert all(steps >= 1 for steps in said.data["steps"])
 
@@ -56,14 +56,14 @@ def test_two_clients_on_both_gpus_and_a_fault_of_one(spanning: Rig, gpus: list[s
     assert domain["reach"].endswith("on 2 GPUs"), domain["reach"]
     first, second = both(rig, "both-0", 1), both(rig, "both-1", 1000)
     until(lambda: attached(rig, first, second), "both are attached")
-    # Without one mpsd keeps the domain where that recovers.
-    assert rig.mpsd.until_spare(DEADLINE_S) is not None
+    # Without a standby domain mpsd keeps the domain if it recovers.
+    assert rig.mpsd.until_standby(DEADLINE_S) is not None
     second.tell("go")
     record = until(lambda: record_of(rig, second.pid), "the fault is named") or {}
     assert (record["class"], record["confidence"]) == ("mmu-invalid-address", "certain")
-    second.must("error", timeout=DEADLINE_S)
-    # What dies together: the neighbour has seen it too, with no wrong result before.
-    lost = first.must("error", timeout=DEADLINE_S)
+    second.require("error", timeout=DEADLINE_S)
+    # Both clients share the fault: the neighbour has seen it too, with no wrong result before.
+    lost = first.require("error", timeout=DEADLINE_S)
     assert lost.data["wrong"] == 0
 
     def fresh() -> bool:

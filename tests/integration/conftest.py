@@ -1,4 +1,4 @@
-"""One daemon for all tests of a file; a file whose tests kill theirs has a `site` of its own."""
+"""One daemon for all tests of a file. Files with tests that kill the daemon use a `site` of their own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def served() -> Iterator[Site]:
 
 @pytest.fixture
 def site(served: Site) -> Iterator[Site]:
-    """The daemon, with nobody left in it afterwards."""
+    """The daemon; each test ends with no client left in it."""
     yield served
     served.empty()

@@ -1,4 +1,4 @@
-"""Fault callbacks: what a program hears of its domain, as administrator and as an ordinary user."""
+"""Fault callbacks: a program receives the events of its domain, as administrator and as ordinary user."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_without_a_daemon(site: Site) -> None:
         program = site.join()
         program.die()
         assert heard.kind("client-ended").pid == program.pid
-        # The first one that is found is no "daemon-back": none was lost.
+        # Finding the first daemon is no "daemon-back": no daemon was lost before it.
         assert "daemon-back" not in {event.kind for event in heard.all}
 
 
@@ -190,7 +190,7 @@ def test_another_user_in_a_shared_domain_hears_that_somebody_ended_and_not_who(s
         told = heard.kind("neighbour-ended")
         assert (told.pid, set(told.data)) == (None, {"seq", "kind", "at", "domain"})
         assert str(told) == f"domain {told.domain} lost a client: another user's"
-        # It is told of its domain's end, and of what it did itself.
+        # The program receives the end of its domain and the events of its own faults.
         ours.do("dev.launch('store')")
         assert heard.kind("domain-left").domain == told.domain
         assert not [e for e in heard.all if e.pid in (ours.pid, other.pid)]

@@ -1,4 +1,4 @@
-"""The client library as users get it: a wheel that needs nothing, in an environment that has nothing."""
+"""The client library as users install it: a wheel without dependencies, in an empty environment."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
 
 
 def build(kind: str, source: Path, target: Path) -> Path:
-    """The wheel or sdist of a source tree, by its own build backend."""
+    """Return the wheel or sdist of a source tree, made by the tree's own build backend."""
     code = f"import sys; from hatchling.build import build_{kind}; print(build_{kind}(sys.argv[1]))"
     return target / run(sys.executable, "-c", code, target, cwd=source).splitlines()[-1]
 

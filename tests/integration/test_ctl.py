@@ -1,10 +1,11 @@
-"""mpsd-ctl as an operator uses it: against a real daemon, against none, and against nonsense."""
+"""mpsd-ctl as an operator uses it: with a running daemon, without one, and with invalid arguments."""
 
 from __future__ import annotations
 
 import json
 import os
 import pty
+import pwd
 import re
 import select
 import signal
@@ -19,7 +20,9 @@ from pathlib import Path
 import pytest
 
 import mpsd_client
+from mpsd.base.conditions import Code
 from mpsd.ctl.__main__ import main
+from mpsd.ctl.watch import ENTER, LEAVE
 from tests.support.listening import DEADLINE_S, RunningListener, frame
 from tests.support.site import OTHER_UID, Program, Site, as_user
 
@@ -29,6 +32,7 @@ VERBS = (
     "kill",
     "events",
     "faults",
+    "conditions",
     "failovers",
     "doctor",
     "drain",
@@ -48,7 +52,7 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory for sockets whose paths must be short."""
+    """A directory with a short path, for sockets."""
     with tempfile.TemporaryDirectory(prefix="mpsd-test-") as where:
         yield Path(where)
 
@@ -57,7 +61,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def ctl(where: Site | str, *arguments: str) -> Done:
-    """Run it; whatever happens, the user sees no traceback."""
+    """Run mpsd-ctl. It never shows a traceback."""
     path = where if isinstance(where, str) else where.socket
     done = subprocess.run(
         [*COMMAND, *arguments],
@@ -81,11 +85,18 @@ def test_status_names_the_client_and_what_protects_it(site: Site) -> None:
     client = site.join()
     text = said(ctl(site, "status"))
     row = next(line for line in text.splitlines() if line.startswith(f"{client.pid} "))
-    assert "attached" in row and "lease" in row and "tracker" in row
-    assert re.search(r"^GPU 0 .* GPU-", text, re.M) and "\x1b" not in text
+    assert row.split()[1] == pwd.getpwuid(os.geteuid()).pw_name and row.endswith("obey")
+    assert re.search(r"^GPU 0 .* GiB", text, re.M) and "\x1b" not in text
+    detail = next(
+        line
+        for line in said(ctl(site, "status", "-v")).splitlines()
+        if line.startswith(f"pid {client.pid}: ")
+    )
+    assert "attached" in detail and "lease" in detail and "tracker" in detail
     view = json.loads(said(ctl(site, "status", "--json")))
     assert view["schema"] == 1 and client.pid in {c["pid"] for c in view["clients"]}
-    assert "PROTECTIONS" not in said(ctl(site, "status", "--no-headers"))
+    assert "PROTECTED" in text
+    assert "PROTECTED" not in said(ctl(site, "status", "--no-headers"))
     client.finish()
 
 
@@ -101,14 +112,17 @@ def test_env_is_something_that_a_shell_evaluates(site: Site) -> None:
     )
     wanted = json.loads(said(ctl(site, "env", "--json")))["env"]["CUDA_MPS_PIPE_DIRECTORY"]
     assert done.stdout == wanted and os.path.isdir(wanted)
-    assert said(ctl(site, "env", "--shell", "fish")) == f"set -gx CUDA_MPS_PIPE_DIRECTORY '{wanted}';\n"
+    fish = said(ctl(site, "env", "--shell", "fish")).splitlines()
+    assert f"set -gx CUDA_MPS_PIPE_DIRECTORY '{wanted}';" in fish and fish == sorted(fish)
     assert "there is no GPU 'seven'" in ctl(site, "env", "--gpu", "seven").stderr
+    (gpu,) = json.loads(said(ctl(site, "status", "--json")))["gpus"]
+    assert f"did you mean '{gpu['uuid']}'?" in ctl(site, "env", "--gpu", gpu["uuid"] + "0").stderr
 
 
 def test_kill_first_only_says_what_it_would_do(site: Site) -> None:
     client = site.join()
     plan = said(ctl(site, "kill", str(client.pid), "--dry-run"))
-    assert f"would evict {client.pid}:" in plan and "SIGKILL" in plan
+    assert f"would evict process {client.pid}:" in plan and "SIGKILL" in plan
     assert client.process.poll() is None
     done = json.loads(said(ctl(site, "kill", str(client.pid), "--json", "--reason", "test")))
     assert done["outcome"] == "evicted" and done["evict_ms"] > 0
@@ -135,13 +149,15 @@ def test_others_are_told_that_they_may_not(site: Site, capsys: pytest.CaptureFix
         shown = capsys.readouterr()
         assert shown.out == "" and "mpsd group" in shown.err
     with as_user(OTHER_UID):
+        assert main(["--socket", site.socket, "policy", str(client.pid), "evict"]) == 4
+        assert f"user {OTHER_UID} may not set the consequence" in capsys.readouterr().err
         assert main(["--socket", site.socket, "version"]) == 0
     assert client.process.poll() is None
     client.finish()
 
 
 def on_a_terminal(site: Site, client: Program, answer: bytes) -> tuple[int, str]:
-    """Run kill on a terminal and answer its question; its status and what was shown."""
+    """Run kill on a terminal and answer its question. Return its status and the terminal's output."""
     master, slave = pty.openpty()
     shown = b""
     with subprocess.Popen(
@@ -167,7 +183,7 @@ def on_a_terminal(site: Site, client: Program, answer: bytes) -> tuple[int, str]
 def test_kill_on_a_terminal_asks_first(site: Site) -> None:
     client = site.join()
     status, shown = on_a_terminal(site, client, b"n\n")
-    assert status == 1 and f"this would evict {client.pid}:" in shown
+    assert status == 1 and f"this would evict process {client.pid}:" in shown
     assert client.process.poll() is None
     assert on_a_terminal(site, client, b"y\n")[0] == 0
     client.wait()
@@ -178,7 +194,8 @@ def test_events_are_listed_and_followed(site: Site) -> None:
     listed = [json.loads(line) for line in said(ctl(site, "events", "--json")).splitlines()]
     assert listed and all({"seq", "kind"} <= event.keys() for event in listed)
     last = listed[-1]["seq"]
-    assert said(ctl(site, "events", "--since", str(last))) == ""
+    assert said(ctl(site, "events", "--since", str(last))) == f"no events after {last}\n"
+    assert said(ctl(site, "events", "--json", "--since", str(last))) == ""
     with subprocess.Popen(
         [*COMMAND, "--socket", site.socket, "events", "--follow", "--json", "--since", str(last - 1)],
         env=site.environ(),
@@ -209,15 +226,15 @@ def test_events_since_one_of_an_earlier_life_say_so() -> None:
         site.client_environ()
         client = site.join()
         for since, words in (
-            (last, f"event {last} was in an earlier life of the daemon; shown "),
-            (10**9, f"there has been no event {10**9} yet; shown "),
+            (last, f"event {last} is older than the daemon's last start; showing "),
+            (10**9, f"there is no event {10**9} yet; showing "),
         ):
             done = ctl(site, "events", "--json", "--since", str(since))
             assert done.returncode == 0
             assert done.stderr.startswith(f"mpsd-ctl: {words}") and len(done.stderr.splitlines()) == 1
             shown = [json.loads(line) for line in done.stdout.splitlines()]
             assert shown and all(event["seq"] > last for event in shown)
-            assert (f" {len(shown)} events that" if shown[1:] else " the one event that") in done.stderr
+            assert f" {len(shown)} kept event" in done.stderr
         with mpsd_client.connect(site.socket) as connection:
             assert connection.subscribe(last).gap == "earlier"
             assert connection.subscribe(0).gap == connection.subscribe().gap == ""
@@ -250,19 +267,32 @@ def test_a_reader_that_leaves_is_no_error(site: Site) -> None:
 
 
 def test_a_drained_machine_says_so(site: Site) -> None:
+    assert re.fullmatch(r"not drained: GPU-\S+; nothing was changed\n", said(ctl(site, "undrain")))
     assert said(ctl(site, "drain", "--dry-run")).startswith("would drain ")
     assert json.loads(said(ctl(site, "status", "--json")))["draining"] is False
-    said(ctl(site, "drain", "--reason", "test"))
+    assert said(ctl(site, "drain", "--reason", "test")).startswith("drained GPU-")
     try:
-        assert "draining" in ctl(site, "status").stdout
-        assert "drained" in ctl(site, "env").stderr
+        assert said(ctl(site, "drain")).startswith("already drained: GPU-")
+        assert "drained" in ctl(site, "status").stdout
+        refused = ctl(site, "env")
+        assert refused.returncode == 69 and refused.stdout == "false\n"
+        assert "is drained" in refused.stderr and "mpsd-ctl undrain --gpu GPU-" in refused.stderr
     finally:
         said(ctl(site, "undrain"))
     assert ctl(site, "env").returncode == 0
 
 
+def test_the_list_of_conditions_needs_no_daemon(place: Path) -> None:
+    listed = said(ctl(str(place / "none"), "conditions"))
+    assert all(f"{code}: " in listed for code in Code)
+    (row,) = json.loads(said(ctl(str(place / "none"), "conditions", "gpu-lost", "--json")))["conditions"]
+    assert row["code"] == "gpu-lost" and row["remedy"] and row["degrades"] and row["refuses"]
+    wrong = ctl(str(place / "none"), "conditions", "gpu-last")
+    assert wrong.returncode == 1 and "did you mean gpu-lost?" in wrong.stderr
+
+
 def test_faults_doctor_and_version(site: Site) -> None:
-    assert said(ctl(site, "faults")) == "no faults\n"
+    assert said(ctl(site, "faults")) == "no faults recorded\n"
     for deed in (["list"], ["keep", str(os.getpid()), "name"], ["free", "name"]):
         assert "the vault is off" in ctl(site, "vault", *deed).stderr
     assert json.loads(said(ctl(site, "faults", "--json"))) == {"schema": 1, "faults": []}
@@ -290,8 +320,43 @@ def test_watching_survives_a_daemon_that_goes_and_comes(place: Path) -> None:
             watcher.kill()
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_watching_on_a_narrow_terminal_leaves_it_as_it_was(site: Site, encoding: str) -> None:
+    client = site.join()
+    master, slave = pty.openpty()
+    shown = b""
+    with subprocess.Popen(
+        [*COMMAND, "--socket", site.socket, "status", "--watch", "0.02"],
+        env=site.environ() | {"COLUMNS": "60", "LINES": "24", "NO_COLOR": "1", "PYTHONIOENCODING": encoding},
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+    ) as process:
+        os.close(slave)
+        try:
+            while shown.count(b"\x1b[J") < 2:
+                assert select.select([master], [], [], DEADLINE_S)[0], shown
+                shown += os.read(master, 4096)
+            process.send_signal(signal.SIGTERM)
+            while not shown.endswith(LEAVE.encode()):
+                assert select.select([master], [], [], DEADLINE_S)[0], shown
+                shown += os.read(master, 4096)
+            assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+            os.close(master)
+    client.finish()
+    assert shown.startswith(ENTER.encode())
+    frame = shown.decode(encoding).split("\x1b[H")[1].partition("\x1b[J")[0].replace("\x1b[K", "")
+    lines = [line.rstrip("\r") for line in frame.split("\n")]
+    assert "\x1b" not in frame and max(map(len, lines)) <= 60
+    # The command of the client is wider than the terminal.
+    (row,) = [line for line in lines if line.startswith(f"{client.pid} ")]
+    assert row.endswith("..." if encoding == "ascii" else "…")
+
+
 def nothing(arguments: list[str]) -> str:
-    """What a command that failed prints: a shell that evaluates it must see that env failed."""
+    """Return what a failed command prints. A shell that evaluates the output must see that env failed."""
     return "false\n" if arguments == ["env"] else ""
 
 
@@ -305,8 +370,10 @@ def test_without_a_daemon(place: Path) -> None:
     assert json.loads(said(ctl(nowhere, "version", "--json")))["daemon"] is None
     assert said(ctl(nowhere, "faults", "--explain", "mmu-null")).startswith("mmu-null: ")
     assert "did you mean 'mmu-null'" in ctl(nowhere, "faults", "--explain", "mmu-nul").stderr
+    listed = ctl(nowhere, "faults", "--explain", "foo").stderr.partition("(one of: ")[2].partition(";")[0]
+    assert "sm-trap" in listed and listed.split(", ") == sorted(listed.split(", "))
     doctor = ctl(nowhere, "doctor")
-    assert doctor.returncode in (0, 10) and "as seen from here" in doctor.stdout
+    assert doctor.returncode in (0, 10) and "checked by mpsd-ctl" in doctor.stdout
 
 
 def test_a_daemon_that_talks_nonsense(place: Path) -> None:
@@ -332,7 +399,7 @@ def test_a_daemon_that_talks_nonsense(place: Path) -> None:
 
 
 def test_a_daemon_of_another_release(place: Path) -> None:
-    # Its answers are valid messages without what this release looks for in them.
+    # Its answers are valid messages without the fields that this release reads.
     with RunningListener(place / "mpsd.sock") as running:
         for arguments in (["status"], ["env"], ["kill", "4711"]):
             done = ctl(str(running.path), *arguments)
@@ -355,6 +422,13 @@ def test_paths_and_command_lines_that_cannot_be_meant(place: Path) -> None:
     ):
         done = ctl(str(place / "mpsd.sock"), *arguments)
         assert said(done, 2) == "" and "usage:" in done.stderr
+    for arguments, meant in (
+        (["statu"], "status"),
+        (["env", "--shell", "fsh"], "fish"),
+        (["vault", "kep", "1"], "keep"),
+    ):
+        assert f": did you mean '{meant}'?" in ctl("/nowhere", *arguments).stderr
+    assert "did you mean" not in ctl("/nowhere", "frobnicate").stderr
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -1,4 +1,4 @@
-"""The daemon is expendable: what it supervises lives on without it, and the next one takes it over."""
+"""The daemon is expendable: domains and clients outlive it, and the next daemon adopts them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import psutil
 import pytest
 
 import mpsd_client
-from mpsd import adoption, pipedir
-from mpsd.guardplan import plan
-from mpsd.linux import procfs
-from mpsd.model import GuardClass
-from mpsd.statefile import StateFile
+from mpsd.base import debug
+from mpsd.base.conditions import Code
+from mpsd.base.model import GuardClass
+from mpsd.clients.guardplan import plan
+from mpsd.daemon import adoption
+from mpsd.mps import pipedir
+from mpsd.os import acl, procfs
+from mpsd.records.statefile import StateFile
+from tests.support.conditioning import rows_of
 from tests.support.site import Site, alive, until
 
 
@@ -26,7 +30,7 @@ def site() -> Iterator[Site]:
 
 
 def parts(status: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """The processes of each domain that runs."""
+    """Return the processes of each running domain."""
     return {
         d["id"]: (d["control_pid"], d["server_pid"])
         for d in status["domains"]
@@ -35,7 +39,7 @@ def parts(status: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def settled(site: Site) -> Mapping[str, Any]:
-    """Until there is an active domain and a warm spare, and nothing else."""
+    """Wait until one domain is active, one standby domain is warm, and no other domain exists."""
     return site.until(
         lambda s: sorted(d["state"] for d in s["domains"]) == ["active", "warm"], "one active, one warm"
     )
@@ -50,7 +54,7 @@ def test_sigterm_leaves_everything_running_and_the_next_daemon_adopts_it(site: S
     assert site.terminate() == 0
     for pids in parts(before).values():
         assert all(alive(pid) for pid in pids)
-    # One that joins while no daemon is there is served too, and found later.
+    # A client that joins while no daemon runs is served, too, and found later.
     between = site.program(environ=environ)
     assert between.do("dev.on_mps") == {"result": True}
     site.start()
@@ -61,7 +65,7 @@ def test_sigterm_leaves_everything_running_and_the_next_daemon_adopts_it(site: S
     assert settled(site)["counters"]["leases_held"] == 3
     assert site.client_environ() == environ
     assert other.do("dev.alloc(16) > 0") == {"result": True}
-    # Each worked on all the time, and ends without an error.
+    # Each client worked all the time, and ends without an error.
     assert worker.finish()["rounds"] > 0
     assert not site.faults()
 
@@ -77,7 +81,7 @@ def test_kill_9_with_living_clients(site: Site) -> None:
     row = next(c for c in status["clients"] if c["pid"] == other.pid)
     assert {"lease", "tracker"} <= set(row["protections"])
     assert not row["problem"]
-    # It is as well protected as before: its death in mid-kernel harms nobody.
+    # The client is protected as before: its death in mid-kernel harms no other client.
     other.busy(0.4)
     other.die()
     site.gone(other)
@@ -90,10 +94,10 @@ def test_kill_9_with_a_dead_clients_kernel_running(site: Site) -> None:
     settled(site)
     used = site.memory_used()
     client.do("dev.alloc(1 << 20)")
-    client.busy(4.0)
+    client.occupy()
     site.kill()
     client.die()
-    # No daemon is there: the keeper alone holds what keeps the kernel harmless.
+    # No daemon runs: the keeper alone holds the descriptors that keep the exited client's kernel harmless.
     assert site.memory_used() > used
     assert site.node(op="work", pid=client.pid)["busy"] == 1
     site.start()
@@ -102,6 +106,7 @@ def test_kill_9_with_a_dead_clients_kernel_running(site: Site) -> None:
     assert held["dead"][0]["command"].endswith("obey")
     with mpsd_client.connect(site.socket) as asking:
         assert {row["pid"] for row in asking.holders()} >= {worker.pid, client.pid}
+        site.end_work(client)
         site.gone(client)
         until(lambda: [row["pid"] for row in asking.holders()] == [worker.pid], "nothing of it is there")
     assert site.node(op="work", pid=client.pid)["busy"] == 0
@@ -112,11 +117,12 @@ def test_kill_9_with_a_dead_clients_kernel_running(site: Site) -> None:
 
 def test_kill_9_after_the_death_and_before_its_end(site: Site) -> None:
     worker, client = site.join("work"), site.join()
-    client.busy(1.5)
+    client.occupy()
     client.die()
     site.until(lambda s: s["dead"], "it is held")
     site.kill()
     site.start()
+    site.end_work(client)
     assert site.gone(client)["counters"]["leases_held"] == 1
     assert worker.finish()["rounds"] > 0
     assert not site.faults()
@@ -151,7 +157,7 @@ def test_a_keeper_that_dies_is_replaced_with_everything_in_it(site: Site) -> Non
     until(lambda: site.said("the descriptor store was replaced"), "another keeper")
     assert site.keeper() not in (None, first)
     client.do("dev.launch('forever')")
-    # What the new one holds is worth as much as what the old one held.
+    # The lease in the new keeper protects as the one in the old keeper did.
     site.kill()
     client.die()
     site.start()
@@ -166,7 +172,7 @@ def test_a_keeper_that_hangs_holds_up_nobody_and_what_is_late_is_shown(site: Sit
     assert keeper is not None
     keeper.suspend()
     client = site.join()
-    text = "the lease is not in the descriptor store: it ends with mpsd"
+    text = "the lease is not in the descriptor store, and ends with mpsd"
     assert problem_of(site.status(), client.pid) == text
     keeper.resume()
     site.until(lambda s: not problem_of(s, client.pid), "it has been stored")
@@ -184,7 +190,7 @@ def guarded(status: Mapping[str, Any], pid: int) -> list[str]:
 
 def test_the_guard_of_a_killed_daemon_is_taken_over(site: Site) -> None:
     client = site.join()
-    # Killed while it lays the ranges, or after the last.
+    # The daemon is killed while it lays the guard ranges, or after the last.
     site.until(lambda s: guarded(s, client.pid), "it is guarded")
     site.kill()
     assert client.do("dev.launch('guard_low') or dev.synchronize()") == {"result": None}
@@ -262,27 +268,39 @@ def test_with_a_damaged_state_file_nothing_is_ended_and_new_clients_are_served(s
     state.write_bytes(state.read_bytes()[:-20] + b"x" * 20)
     site.start()
     assert (site.run_dir / "state.json.damaged").exists()
-    text = " ".join(site.status()["problems"])
-    for name, (control, _) in parts(old).items():
-        assert f"domain {name} of an earlier mpsd is not supervised any more (process {control}" in text
+    status = site.attached(worker)
+    (home,) = {c["domain"] for c in status["clients"]}
+    (row,) = [d for d in status["domains"] if d["id"] == home]
+    assert (row["state"], row["control_pid"], row["server_pid"]) == ("retired", *parts(old)[home])
     newcomer = site.join()
-    assert not {d["id"] for d in site.status()["domains"]} & set(parts(old))
     assert newcomer.do("dev.on_mps") == {"result": True}
     assert worker.finish()["rounds"] > 0
+    site.until(lambda s: not {d["id"] for d in s["domains"]} & set(parts(old)), "the old domains have ended")
 
 
 def test_with_a_lost_state_file_the_dead_of_a_living_domain_keep_their_leases(site: Site) -> None:
+    """The domain's identity is not proven: its directory admits another user than its server's."""
     worker, client, other = site.join("work"), site.join(), site.join()
-    client.busy(8.0)
+    old = settled(site)
+    client.occupy()
     site.kill()
     client.die()
     (site.run_dir / "state.json").unlink()
+    for name in parts(old):
+        acl.only_for(str(site.run_dir / "d" / name), 4711)
     site.start()
+    rows = rows_of(site.status(), Code.DOMAIN_UNSUPERVISED)
+    text = " ".join(row["text"] for row in rows)
+    assert all("echo quit |" in row["remedy"] and row["subject"] in row["remedy"] for row in rows)
+    for name, (control, _) in parts(old).items():
+        assert f"domain {name} of an earlier mpsd is not supervised any more: process {control} " in text
     (dead,) = site.status()["dead"]
     assert (dead["pid"], dead["state"]) == (client.pid, "held")
     assert "not supervised" in dead["pending"]
     assert site.node(op="work", pid=client.pid)["busy"] == 1
-    # Its work ends, and with it the lease; those who live keep theirs, in the next mpsd too.
+    # The work of the exited client ends, and its lease with it. Living clients keep theirs, in the next mpsd
+    # too.
+    site.end_work(client)
     site.gone(client)
     other.do("dev.launch('forever')")
     other.die()
@@ -310,9 +328,8 @@ def test_leases_of_an_unknown_domain_go_with_its_processes(site: Site) -> None:
 
 
 def fault_and_death(site: Site, effect: int) -> None:
-    """A fault while the daemon dies before its Nth effect, or after the record if that comes first."""
-    doom = {"MPSD_FAULTINJECT": "1", "MPSD_DIE_BEFORE_EFFECT": str(effect)}
-    site.start(**doom)
+    """Fault a domain while the daemon dies before its Nth effect, or after the record if that comes first."""
+    site.start(**debug.variable(die_before_effect=effect))
     process = site.process
     assert process is not None
     try:
@@ -324,7 +341,7 @@ def fault_and_death(site: Site, effect: int) -> None:
         until(lambda: process.poll() is not None or faulted(site), "it died, or the fault is recorded")
     except mpsd_client.MpsdError:
         until(lambda: process.poll() is not None, "it died")
-    # What it still has to do may reach the Nth effect at any later moment.
+    # The effects that remain may reach the Nth at any later moment.
     site.abandon()
 
 
@@ -345,7 +362,7 @@ def test_a_death_between_a_fault_and_the_switch(effect: int) -> None:
         status = settled(site)
         active = next(d for d in status["domains"] if d["role"] == "active")
         assert active["server_state"] == "ACTIVE"
-        # The stable path is there, and leads to it.
+        # The stable path exists and leads to the active domain.
         path = site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"]
         assert os.path.basename(os.readlink(path)) == active["id"]
         newcomer = site.join()
@@ -355,7 +372,7 @@ def test_a_death_between_a_fault_and_the_switch(effect: int) -> None:
 
 
 def test_killed_between_the_start_of_a_control_daemon_and_its_pid_file(site: Site) -> None:
-    """The state file says that it is being started, and no file says which process it is."""
+    """The state file says that the domain is starting, and no pid file names its control daemon."""
     worker = site.join("work")
     before = settled(site)
     spare = next(d for d in before["domains"] if d["state"] == "warm")

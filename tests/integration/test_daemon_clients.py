@@ -1,4 +1,4 @@
-"""Clients of a running daemon: their ends of every kind, evictions, what is held of the dead. One daemon."""
+"""Clients of a running daemon: every kind of exit, evictions, memory of exited clients. One daemon."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rows(status: Mapping[str, Any], pid: int, of: str = "clients") -> Sequence[M
 
 
 def used_by_domains(site: Site) -> int:
-    """Bytes, with a spare domain ready."""
+    """Return the GPU memory in use [bytes] with a standby domain ready."""
     site.client_environ()
     site.until(lambda s: [d for d in s["domains"] if d["role"] == "spare" and d["state"] == "warm"], "spare")
     return site.memory_used()
@@ -40,7 +40,7 @@ def test_a_clean_exit_gives_all_memory_back(site: Site) -> None:
     client.finish()
     until(lambda: site.memory_used() <= before, "its memory is back")
     assert site.gone(client)["counters"]["leases_held"] == 0
-    # The lease was all that could keep it: nearly everything can be had by the next one.
+    # Only the lease could keep the memory: the next client can allocate nearly all of it.
     following = site.join()
     assert "result" in following.do(f"dev.alloc({12 * GIB_WORDS})")
 
@@ -57,13 +57,14 @@ def test_an_idle_death_gives_all_memory_back(site: Site) -> None:
 def test_a_death_in_flight_is_held_until_its_kernel_has_ended(site: Site) -> None:
     survivor = site.join("work")
     client = site.join()
-    client.busy(1.0)
+    client.occupy()
     client.die()
     held = site.until(lambda s: rows(s, client.pid, "dead"), "it lingers")
     row = rows(held, client.pid, "dead")[0]
     assert row["state"] == "lingering"
     assert row["held_gpu_bytes"] is None or row["held_gpu_bytes"] > 0
     assert held["domains"][0]["state"] == "active"
+    site.end_work(client)
     site.gone(client)
     assert survivor.finish()["rounds"] > 0
     assert not [f for f in site.faults() if f["class"] == "death-in-flight"]
@@ -191,7 +192,7 @@ def test_drain_refuses_newcomers_and_undrain_takes_them_again(site: Site) -> Non
     assert status["drained_gpus"] == [gpu]
     with pytest.raises(mpsd_client.MpsdError, match="drained"):
         site.client_environ()
-    # Who is in, stays.
+    # The running client keeps its domain.
     assert client.do("dev.alloc(16) > 0") == {"result": True}
     site.ask(lambda c: c.undrain("0"))
     assert not site.status()["draining"]
@@ -224,22 +225,22 @@ def test_an_endless_kernel_of_a_dead_client_poisons_its_domain() -> None:
         client.die()
         record = site.until_fault("hang")
         assert record["offender"]["pid"] == client.pid
-        # Beside another, whose kernels may have made it wait.
+        # Only "likely": kernels of the other client may have delayed this one.
         assert record["confidence"] == "likely"
 
         def left(status: Mapping[str, Any]) -> list[Any]:
-            # It is left once there is another one to go to.
+            # mpsd retires the domain once another domain can take its place.
             return [d for d in status["domains"] if (d["state"], d["role"]) == ("poisoned", "old")]
 
         old = site.until(left, "poisoned and left")
         row = left(old)[0]
         assert "runs on" in row["reach"]
         assert rows(old, client.pid, "dead")[0]["state"] == "held"
-        # New clients go elsewhere; who was there works on.
+        # New clients join another domain; the surviving client works on.
         newcomer = site.join()
         assert rows(site.status(), newcomer.pid)[0]["domain"] != row["id"]
         assert survivor.finish()["rounds"] > 0
-        # The lease goes when nobody is left there to be harmed, and the domain with it.
+        # mpsd releases the lease once no client is left in the domain, and then ends the domain.
         site.until(lambda s: row["id"] not in {d["id"] for d in s["domains"]}, "the old domain is gone")
         site.gone(client)
         assert newcomer.do("dev.alloc(16) > 0") == {"result": True}

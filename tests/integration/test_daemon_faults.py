@@ -1,4 +1,4 @@
-"""Faults under a running daemon: records, the switch to the spare, devices, full disks, exclusive mode."""
+"""Faults under a running daemon: records, switch to the standby domain, full disks, exclusive mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 import mpsd_client
-from faultinject.disk import SmallDisk
+from faultinject.rig.logdisk import SmallDisk
+from mpsd.os import procfs
 from tests.support.site import DEADLINE_S, Program, Site, until
 
 
@@ -36,6 +37,7 @@ def settled(site: Site) -> Mapping[str, Any]:
 
 def test_a_fault_names_its_offender_and_the_spare_takes_over(site: Site) -> None:
     victim, offender = site.join(), site.join()
+    site.until(lambda s: all("listed" in c["proof"] for c in s["clients"]), "the server lists both")
     before = settled(site)
     old, spare = active(before), next(d for d in before["domains"] if d["role"] == "spare")
     path = Path(site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"])
@@ -46,7 +48,7 @@ def test_a_fault_names_its_offender_and_the_spare_takes_over(site: Site) -> None
         event: dict[str, Any] = {}
         while event.get("kind") != "fault":
             event = dict(stream.next(end))
-        # Once the record is out, the path already leads to the spare.
+        # Once the record is published, the path already leads to the standby domain.
         assert os.path.basename(os.readlink(path)) == spare["id"]
     assert event["class"] == "mmu-invalid-address"
     assert (event["offender"]["pid"], event["confidence"]) == (offender.pid, "certain")
@@ -57,7 +59,7 @@ def test_a_fault_names_its_offender_and_the_spare_takes_over(site: Site) -> None
     faulted = next(d for d in site.status()["domains"] if d["id"] == old["id"])
     assert (faulted["role"], faulted["last_fault"]) == ("old", event["id"])
     assert victim.do("dev.synchronize()")["error"] == 700
-    # The old domain ends once its victims have left.
+    # The old domain ends once its victims have exited.
     for program in (victim, offender):
         program.finish()
     status = settled(site)
@@ -77,7 +79,7 @@ def test_fault_records_survive_a_restart(site: Site) -> None:
     site.start()
     assert [r["id"] for r in site.faults()] == [first["id"]]
     assert site.faults()[0]["offender"] == first["offender"]
-    # Numbers go on where they were.
+    # Record numbers continue.
     second = site.join()
     second.fault()
     assert site.until_fault("mmu-invalid-address")["id"] > first["id"]
@@ -90,7 +92,8 @@ def test_who_comes_to_a_faulted_domain_is_counted_once(site: Site) -> None:
     offender, victim = site.join(), site.join()
     settled(site)
     old = active(site.status())["id"]
-    # Straight to the domain, past the stable path: as one that read the path just before the switch.
+    # Connect straight to the domain, not by the stable path: like a program that read it just before the
+    # switch.
     late = site.environ() | {"CUDA_MPS_PIPE_DIRECTORY": str(site.run_dir / "d" / old)}
     offender.fault()
     site.until(lambda s: [d for d in s["domains"] if d["state"] == "faulted"], "faulted")
@@ -145,37 +148,55 @@ def test_a_device_xid_gives_a_device_record_and_moves_nobody(site: Site) -> None
     assert len(site.faults()) == 1
 
 
-def test_a_gpu_that_falls_off_the_bus_is_nobodys_fault(site: Site) -> None:
-    client = site.join()
-    settled(site)
-    site.node(op="inject", fault="xid", number=79)
-    assert "error" in client.do("dev.synchronize()")
-    client.finish()
-    settled(site)
-    records = site.faults()
-    assert {r["class"] for r in records} == {"device-bus"}
-    assert [(r["offender"], r["suspects"]) for r in records] == [(None, [])] * len(records)
+def test_a_gpu_that_falls_off_the_bus_is_nobodys_fault() -> None:
+    with Site() as site:
+        site.start()
+        client = site.join()
+        settled(site)
+        site.node(op="inject", fault="xid", number=79)
+        assert "error" in client.do("dev.synchronize()")
+        client.finish()
+        settled(site)
+        records = site.faults()
+        assert {r["class"] for r in records} == {"device-bus"}
+        assert [(r["offender"], r["suspects"]) for r in records] == [(None, [])] * len(records)
 
 
-def test_an_xid_of_a_process_outside_mps_moves_nobody(site: Site) -> None:
+def outside_mps(site: Site) -> Program:
+    environ = site.environ() | {"MPSD_SIM_DIR": str(site.node_dir), "CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}
+    program = site.program(environ=environ)
+    assert program.do("dev.on_mps") == {"result": False}
+    return program
+
+
+def test_a_fault_of_a_process_outside_mps_names_it_and_moves_nobody(site: Site) -> None:
     worker = site.join("work")
     before = settled(site)
-    outside = site.program(
-        environ=site.environ() | {"MPSD_SIM_DIR": str(site.node_dir), "CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}
-    )
-    assert outside.do("dev.on_mps") == {"result": False}
+    outside = outside_mps(site)
     outside.fault()
     record = site.until_fault("unattributed-xid")
-    assert (record["domain"], record["offender"]) == (None, None)
+    assert (record["domain"], record["confidence"]) == (None, "likely")
+    assert record["offender"]["pid"] == outside.pid
+    assert record["offender"]["start_ticks"] == procfs.start_ticks(outside.pid)
+    assert (record["victims"], record["moved"]) == ([], [])
     assert [d["id"] for d in settled(site)["domains"]] == [d["id"] for d in before["domains"]]
     assert worker.finish()["rounds"] > 0
     assert [r["class"] for r in site.faults()] == ["unattributed-xid"]
 
 
+def test_a_process_outside_that_has_exited_is_named_by_the_kernel_log(site: Site) -> None:
+    outside = outside_mps(site)
+    outside.close()
+    site.node(op="inject", fault="xid", number=43, pid=outside.pid, name="python")
+    record = site.until_fault("unattributed-xid")
+    assert (record["offender"]["pid"], record["offender"]["command"]) == (outside.pid, "python")
+    assert (record["offender"]["start_ticks"], record["confidence"]) == (None, "likely")
+
+
 def test_settings_made_by_hand_reach_the_next_domain_and_the_next_daemon(site: Site) -> None:
     offender = site.join()
     first = active(settled(site))
-    # A log line alone sets nothing, and commands that the control daemon refuses neither.
+    # A log line alone sets nothing, nor does a command that the control daemon refuses.
     with (site.log_dir / first["id"] / "control.log").open("a") as log:
         log.write("[2026-01-01 00:00:00.000 Control 1] Cmd: set_default_active_thread_percentage 7\n")
     site.control(first["id"], "set_default_active_thread_percentage 4000")
@@ -213,7 +234,7 @@ def test_the_default_path_is_served_on_request() -> None:
         site.start()
         until(default.is_symlink, "the default path is there")
         until(lambda: (default / "control").exists(), "it leads to a running domain")
-        # A job that was told nothing but what libcuda knows by itself.
+        # A job without any setting of mpsd: libcuda uses its default pipe directory.
         client = site.program(environ=site.environ() | {"CUDA_MPS_PIPE_DIRECTORY": str(default)})
         row = site.attached(client)["clients"][0]
         domain = next(d for d in site.status()["domains"] if d["id"] == row["domain"])
@@ -266,7 +287,7 @@ def test_exclusive_mode_empties_a_faulted_domain_at_its_deadline() -> None:
         site.node(op="inject", fault="mode", mode="exclusive-process")
         victim, offender = site.join(), site.join()
         offender.fault()
-        # Neither leaves by itself, and nobody can work before they have.
+        # Neither client exits by itself, and no other client can work before both have exited.
         assert victim.wait() == -signal.SIGKILL
         assert offender.wait() == -signal.SIGKILL
         site.until(lambda s: active(s)["state"] == "active", "it recovered")
@@ -314,7 +335,7 @@ def test_a_full_disk_costs_records_on_disk_and_nothing_else() -> None:
             site.start()
             worker = site.join("work")
             settled(site)
-            # The journal's last block may have room for a record or two.
+            # The journal's last block may have space for a record or two.
             while not journal_problem(site.status()):
                 disk.fill()
                 offender = site.join()
@@ -330,14 +351,14 @@ def test_a_full_disk_costs_records_on_disk_and_nothing_else() -> None:
             site.until(lambda s: f"{site.log_dir} is full" in " ".join(s["problems"]), "the logs, too")
             newcomer = site.join()
             assert newcomer.do("dev.alloc(16) > 0") == {"result": True}
-            # With room again what was kept in memory is written, and told of no more.
+            # With free space again mpsd writes the records kept in memory and clears the problem.
             disk.free()
             site.until(lambda s: not journal_problem(s), "it is written")
             for program in (worker, newcomer):
                 program.close()
             site.kill()
             site.start()
-            # Several faults at a time: an Xid that could be any one's has a record of its own.
+            # With several faults at a time, an Xid that could belong to any of them has a record of its own.
             assert [r["id"] for r in site.faults() if r["domain"]] == records
             assert site.terminate() == 0
         finally:

@@ -1,4 +1,4 @@
-"""A real mpsd on a simulated driver that has the kernel part: memory faults end their clients alone."""
+"""A real mpsd on a simulated driver with the patched nvidia-uvm: a memory fault ends its client alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from mpsd.ctl import render
-from mpsd.gpu.simulated.door import SimulatedIsolation
+from mpsd.base.model import IsolationMode
+from mpsd.ctl.statustext import status as status_text
+from mpsd.ctl.style import Style
+from mpsd.gpu.simulated.kernelmodule import SimulatedIsolation
 from mpsd.gpu.simulated.node import NodeConfig
-from mpsd.model import IsolationMode
 from tests.support.site import Program, Site, until
 
 KINDS = {"store": "mmu-invalid-address", "load": "mmu-invalid-address", "null": "mmu-null"}
@@ -25,7 +26,7 @@ def isolated() -> Iterator[Site]:
 
 @pytest.fixture
 def patient() -> Iterator[Site]:
-    """Where the kernel part waits for mpsd for longer than any start of it takes."""
+    """A site with a kernel module that waits for mpsd longer than any start of mpsd takes."""
     with Site(simulated__isolation="true") as started:
         started.node_dir.mkdir()
         NodeConfig(isolation=True, isolation_deadline_s=60.0).save(str(started.node_dir))
@@ -38,7 +39,7 @@ def site(isolated: Site) -> Site:
 
 
 def finished(site: Site, client: Program) -> Mapping[str, Any]:
-    """The newest record of it, once that says that it was put out."""
+    """Return the newest record of the client once it shows that mpsd evicted the client."""
 
     def look() -> Mapping[str, Any] | None:
         own = [f for f in site.faults() if f["offender"] and f["offender"]["pid"] == client.pid]
@@ -58,7 +59,7 @@ def test_a_memory_fault_ends_its_client_alone_and_is_told(site: Site, kind: str)
     assert (record["class"], record["confidence"], record["victims"]) == (KINDS[kind], "certain", [])
     assert (record["hit"]["zone"], record["hit"]["alone"]) == ("sink", True)
     assert record["evidence"][0]["source"] == "kernel-part"
-    assert record["summary"].endswith("; nobody else noticed")
+    assert record["summary"].endswith("; no other client was affected")
     assert {d["id"]: d["state"] for d in site.status()["domains"]}[row["domain"]] == "active"
     assert survivor.finish()["rounds"] > 0
 
@@ -98,7 +99,7 @@ def test_status_and_doctor_say_that_it_is_on_and_no_silent_guard_is_laid(site: S
     assert not any("outer guard" in text for text in shown["problems"])
     driver = shown["kernel_isolation"]["driver"]
     said = f"kernel isolation: on (driver {driver}, mode isolate)"
-    assert said in render.status(shown, render.Style())
+    assert said in status_text(shown, Style())
     (found,) = (c for c in site.ask(lambda c: c.doctor()) if c["name"] == "kernel isolation")
     assert found["ok"] is True and f"kernel isolation: {found['finding']}" == said
 
@@ -109,7 +110,7 @@ def test_a_mode_that_somebody_else_has_set_is_said_at_once(site: Site) -> None:
         door.set_mode(IsolationMode.REPORT)
         shown = site.status()
         assert shown["kernel_isolation"]["mode"] == "report"
-        assert any("kernel isolation: mode report was set" in text for text in shown["problems"])
+        assert any("kernel isolation: the mode is report, but" in text for text in shown["problems"])
         (found,) = (c for c in site.ask(lambda c: c.doctor()) if c["name"] == "kernel isolation")
         assert found["ok"] is False and "restart mpsd" in found["remedy"]
     finally:

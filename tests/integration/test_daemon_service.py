@@ -1,4 +1,4 @@
-"""A running daemon under a service manager: readiness, watchdog, and descriptors that outlive it there."""
+"""A running daemon under a service manager: readiness, watchdog, and its stored descriptors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def manager(site: Site) -> Iterator[Manager]:
 
 
 def start(site: Site, manager: Manager, **environ: str) -> None:
-    """Start it as a service and wait until it says that it is ready."""
+    """Start the daemon as a service and wait until it reports readiness."""
     manager.start(site.command(), site.environ() | environ)
     manager.wait_for("READY", "1")
 
@@ -51,14 +51,15 @@ def test_leases_are_in_the_managers_store_and_come_back_from_it(site: Site, mana
     stored = manager.names()
     for pid in (worker.pid, client.pid):
         assert [n for n in stored if n.startswith("lease.") and f".{pid}." in n]
-    client.busy(3.0)
+    client.occupy()
     manager.kill()
     client.die()
-    # Nobody but the manager holds what keeps the kernel harmless now.
+    # Now only the manager holds the descriptors that keep the exited client's kernel harmless.
     assert site.node(op="work", pid=client.pid)["busy"] == 1
     start(site, manager)
     site.attached(worker)
     site.until(lambda s: [d for d in s["dead"] if d["pid"] == client.pid], "its lease came back")
+    site.end_work(client)
     site.gone(client)
     until(lambda: not any(f".{client.pid}." in n for n in manager.names()), "it is out of the store")
     assert worker.finish()["rounds"] > 0
@@ -90,7 +91,7 @@ def test_what_a_keeper_held_moves_to_the_manager(site: Site, manager: Manager) -
 
 
 def test_a_full_store_is_told_of_and_clients_are_served_all_the_same(site: Site) -> None:
-    # Room for one lease: its three open files, and the list of them.
+    # Space for one lease: its three open files, and the list of them.
     with Manager(site.base, store_max=5) as manager:
         start(site, manager)
         clients = [site.join() for _ in range(3)]
@@ -100,7 +101,7 @@ def test_a_full_store_is_told_of_and_clients_are_served_all_the_same(site: Site)
         assert "not in the descriptor store" in problems[-1]
         assert all("lease" in rows[c.pid]["protections"] for c in clients)
         assert any("2 lease(s) are not in the descriptor store" in p for p in site.status()["problems"])
-        # When there is room again, one that waits is stored.
+        # With free space again, a waiting lease is stored.
         clients[0].finish()
         site.gone(clients[0])
         site.until(lambda s: sum(not c["problem"] for c in s["clients"]) == 1, "another one is stored")

@@ -1,4 +1,4 @@
-"""`mpsd run` as a process: how it starts, refuses to start, shows what it does, and what it never loads."""
+"""`mpsd run` as a process: how it starts, refuses to start, shows its work, and what it never loads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import psutil
 import pytest
 
 import mpsd_client
-from mpsd.errors import DeniedError, NotReadyError
+from mpsd.base.conditions import Code
+from mpsd.base.errors import DeniedError, NotReadyError
+from tests.support.conditioning import rows_of
 from tests.support.site import DEADLINE_S, OTHER_UID, Site, until
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
@@ -28,7 +30,7 @@ def site() -> Iterator[Site]:
 
 
 def refuse(site: Site, uid: int | None = None) -> tuple[int, str]:
-    """Run a daemon that must not start; its status and what it says."""
+    """Run a daemon that must not start. Return its status and its output."""
     process = site.launch(uid=uid)
     try:
         status = process.wait(DEADLINE_S)
@@ -40,7 +42,7 @@ def refuse(site: Site, uid: int | None = None) -> tuple[int, str]:
 
 
 def made_by(site: Site) -> set[str]:
-    """Of a daemon that was refused: what it has left of the places that it was given."""
+    """Return the configured directories that a refused daemon has left behind."""
     places = (site.run_dir, site.log_dir, site.state_dir, site.node_dir)
     return {str(path) for path in places if os.path.lexists(path)}
 
@@ -119,7 +121,7 @@ def test_version_explain_and_doctor_answer(site: Site) -> None:
     assert "hang" in site.ask(lambda c: c.explain("hang"))
     site.client_environ()
     checks = {c["name"]: c for c in site.ask(lambda c: c.doctor())}
-    assert checks["simulated GPU"]["ok"] and checks["fail-over"]["ok"] is None
+    assert checks["simulated GPU"]["ok"] and checks["protection"]["finding"].startswith("observe (")
     # A simulated node needs neither root nor the machine's kernel log.
     assert not {"root", "kernel log"} & set(checks)
     assert checks[f"pipe directory {site.run_dir}/d/d1"]["ok"]
@@ -163,7 +165,7 @@ def test_descriptors_do_not_grow_with_clients(site: Site) -> None:
 
 
 def open_files(pid: int) -> set[str]:
-    """What the descriptors of a process lead to; one that is closed meanwhile is left out."""
+    """Return the targets of a process's descriptors. A descriptor that is closed meanwhile is left out."""
     found = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -172,7 +174,7 @@ def open_files(pid: int) -> set[str]:
 
 
 def test_no_descriptor_of_mpsd_is_inherited_by_control_daemons(site: Site) -> None:
-    """A lease that leaked into a control daemon would be a lease for ever; a pipe, a death by SIGPIPE."""
+    """A lease leaked into a control daemon would never end; a leaked pipe would cause SIGPIPE."""
     client = site.join()
     domain = next(d for d in site.status()["domains"] if d["role"] == "active")
     sockets = {target for target in open_files(site.pid) if target.startswith(("socket:", "pipe:"))}
@@ -199,7 +201,7 @@ def test_a_daemon_with_a_client_imports_no_cuda_module() -> None:
         assert site.terminate() == 0
         lines = site.log.read_text().splitlines()
     imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
-    assert "mpsd.daemon" in imported
+    assert "mpsd.daemon.assembly" in imported
     assert not [name for name in imported if name.split(".")[0] in ("cuda", "cupy", "torch", "numba")]
 
 
@@ -238,7 +240,7 @@ def test_directories_that_cannot_be_made_are_named() -> None:
         site.state_dir = blocker / "s"
         site.write_config()
         status, said = refuse(site)
-        # No simulated GPU was started for nobody.
+        # The refused daemon started no simulated GPU.
         assert not made_by(site)
     assert status == 2
     assert str(site.state_dir) in said
@@ -311,10 +313,12 @@ def test_a_socket_that_a_dead_daemon_left_is_replaced() -> None:
 def test_why_no_domain_starts_is_said_to_whoever_waits_for_one() -> None:
     with Site(domains__start_retry_s="0.1") as site:
         site.start()
-        # The control daemon is there, and can keep its files nowhere.
+        # The control daemon starts, but has no directory for its files.
         shutil.rmtree(site.run_dir / "d")
         (site.run_dir / "d").write_text("")
-        with pytest.raises(NotReadyError, match=r"no domain comes up: cannot make directory .*/d/d\d+: "):
+        with pytest.raises(
+            NotReadyError, match=r"no domain starts for \S+: cannot make directory .*/d/d\d+: "
+        ):
             site.ask(lambda c: c.env())
         assert any("no domain starts for" in text for text in site.status()["problems"])
         (site.run_dir / "d").unlink()
@@ -326,10 +330,10 @@ def test_why_no_domain_starts_is_said_to_whoever_waits_for_one() -> None:
 def test_starts_that_fail_leave_no_directory_behind() -> None:
     with Site(domains__start_retry_s="0.1") as site:
         site.start()
-        # Its output can be written nowhere, so a control daemon does not start.
+        # Its output cannot be written, so the control daemon does not start.
         for number in range(1, 5):
             (site.log_dir / f"d{number}").write_text("")
-        with pytest.raises(NotReadyError, match="no domain comes up"):
+        with pytest.raises(NotReadyError, match="no domain starts"):
             site.ask(lambda c: c.env())
         site.until(lambda s: any(d["state"] == "active" for d in s["domains"]), "an active domain")
         known = {d["id"] for d in site.status()["domains"]}
@@ -340,25 +344,21 @@ def test_gpus_of_the_configuration_that_are_not_there_are_told() -> None:
     with Site() as site:
         site.start()
         here = site.status()["gpus"][0]["uuid"]
-        assert not [p for p in site.status()["problems"] if "names" in p]
-        assert {c["name"]: c["ok"] for c in site.ask(lambda c: c.doctor())}["configuration"]
+        assert not rows_of(site.status(), Code.GPU_ABSENT)
         site.terminate()
         site.write_config(
             domains__span=f'[["{here}", "GPU-gone"]]',
             limits__pinned_device_memory=f'{{ "0" = "1G", "1" = "1G", "{here}" = "1G", "GPU-away" = "1G" }}',
         )
         site.start()
-        told = [p for p in site.status()["problems"] if "names" in p]
-        assert [text.split(",")[0].split(":")[0] for text in told] == [
-            "domains.span names GPU-gone",
-            "limits.pinned_device_memory names 1",
-            "limits.pinned_device_memory names GPU-away",
+        told = rows_of(site.status(), Code.GPU_ABSENT)
+        assert [row["subject"] for row in told] == ["GPU-gone", "1", "GPU-away"]
+        until(lambda: len([e for e in site.said("degraded") if e["code"] == "gpu-absent"]) == 3, "logged")
+        checks = [c for c in site.ask(lambda c: c.doctor()) if c["name"] == "gpu-absent"]
+        assert [(c["ok"], c["finding"], c["remedy"]) for c in checks] == [
+            (False, row["text"], row["remedy"]) for row in told
         ]
-        logged = site.said("a GPU of the configuration is not there")
-        assert [line["problem"] for line in logged] == told
-        (row,) = [c for c in site.ask(lambda c: c.doctor()) if c["name"] == "configuration"]
-        assert (row["ok"], row["finding"]) == (False, "; ".join(told)) and row["remedy"]
-        # What is there serves all the same.
+        # The GPUs that are present are served nevertheless.
         assert site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"]
 
 

@@ -1,4 +1,4 @@
-"""How mpsd ends, with its domains or without them, and what the next one makes of what it finds."""
+"""How mpsd ends, with its domains or without them, and what the next mpsd does with the remains."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.support.site import Site, until
 
 
 def both(site: Site) -> None:
-    """Until an active domain and its spare are there."""
+    """Wait for an active domain and its standby domain."""
     site.until(lambda s: sorted(d["state"] for d in s["domains"]) == ["active", "warm"], "both domains")
 
 
 @contextmanager
 def terminals(handler: signal.Handlers) -> Iterator[None]:
-    """What is started meanwhile has this for the end of its terminal, however these tests were started."""
+    """Set the handler of SIGHUP for processes started meanwhile, however these tests were started."""
     before = signal.signal(signal.SIGHUP, handler)
     try:
         yield
@@ -39,7 +39,7 @@ def test_stop_domains_ends_everything(number: int) -> None:
         for program in (client, held):
             assert program.wait() == -signal.SIGKILL
         gpu = int(site.node(op="node")["pid"])
-        # The GPU is the machine's, not mpsd's.
+        # The GPU belongs to the machine, not to mpsd.
         until(lambda: [p.pid for p in site.processes()] == [gpu], "nothing but the GPU is left")
         assert not list((site.run_dir / "d").iterdir())
         assert not list((site.run_dir / "s").iterdir())
@@ -64,7 +64,7 @@ def test_after_stop_domains_a_domain_is_started_for_whoever_asks_and_nobody_else
         site.start()
         assert site.status()["domains"] == []
         assert not os.path.lexists(path)
-        # The same path, and by it a program that kept it in its environment joins again.
+        # The path is the same, so a program that kept it in its environment can join again.
         assert site.client_environ()["CUDA_MPS_PIPE_DIRECTORY"] == path
         site.join()
 

@@ -1,4 +1,4 @@
-"""Several users of one daemon: domains of their own or a shared one, and no say over others' clients."""
+"""Several users of one daemon: own or shared domains, and no rights over other users' clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_each_user_has_a_path_and_a_domain_of_its_own(site: Site) -> None:
     assert domains[rows[theirs.pid]["domain"]]["uid"] == OTHER_UID
     assert domains[rows[ours.pid]["domain"]]["uid"] == 0
     assert {"lease", "tracker"} <= set(rows[theirs.pid]["protections"])
-    # Both work at the same time.
+    # Both clients work at the same time.
     assert ours.do("dev.alloc(16) > 0") == theirs.do("dev.alloc(16) > 0") == {"result": True}
 
 
@@ -40,7 +40,7 @@ def test_a_fault_of_one_user_does_not_reach_another(site: Site) -> None:
     assert (record["offender"]["pid"], record["offender"]["uid"]) == (offender.pid, OTHER_UID)
     assert record["victims"] == []
     assert survivor.finish()["rounds"] > 0
-    # A user sees the records of its own clients alone.
+    # A user sees only the records of its own clients.
     own = site.ask(lambda c: c.faults(), uid=OTHER_UID)
     assert [r["id"] for r in own] == [record["id"]]
     assert site.ask(lambda c: c.faults(), uid=THIRD_UID) == []
@@ -54,7 +54,7 @@ def test_users_evict_their_own_clients_and_no_others(site: Site) -> None:
         site.ask(lambda c: c.kill(theirs.pid, dry_run=True), uid=THIRD_UID)
     assert ours.do("1 + 1") == {"result": 2}
     assert site.ask(lambda c: c.kill(theirs.pid), uid=OTHER_UID)["outcome"] == "evicted"
-    # Root may evict anybody's.
+    # Root may evict any client.
     again = site.join(uid=OTHER_UID)
     assert site.ask(lambda c: c.kill(again.pid))["outcome"] == "evicted"
 
@@ -68,10 +68,10 @@ def test_whether_a_process_of_others_is_a_client_is_not_told(site: Site, asked: 
             site.ask(lambda c: c.kill(pid, **asked), uid=uid)
         return type(told.value), str(told.value).replace(str(pid), "PID")
 
-    # A client of another user, a process of another user's that is none, a number that nobody has.
+    # A client of another user, another user's process that is no client, and an unused pid.
     answers = {answer(pid, OTHER_UID) for pid in (client.pid, site.pid, 2**22)}
     assert len(answers) == 1, answers
-    # Whoever may see all clients is told.
+    # A user that may see all clients gets the reason.
     assert "not a client of any domain" in answer(site.pid, None)[1]
     if "start_ticks" in asked:
         assert "used again" in answer(client.pid, None)[1]
@@ -97,7 +97,7 @@ def test_a_user_sees_the_events_of_its_own_clients_alone(site: Site) -> None:
 
 
 def attached(stream: mpsd_client.EventStream, last: int) -> list[int]:
-    """The clients whose attachment the stream tells of, up to this one."""
+    """Return the pids of the stream's client-attached events, up to this one."""
     end, found = time.monotonic() + DEADLINE_S, list[int]()
     while last not in found:
         event = stream.next(end)
@@ -108,7 +108,8 @@ def attached(stream: mpsd_client.EventStream, last: int) -> list[int]:
 def test_shared_domains_serve_several_users_at_once() -> None:
     with Site(domains__mode='"shared"') as site:
         site.start()
-        # One stays inside for all of the test: under stock MPS the others would wait for its end.
+        # The first client stays in its domain for the whole test: stock MPS would make the others wait for
+        # its end.
         first = site.join("work")
         second, third = site.join(uid=OTHER_UID), site.join(uid=THIRD_UID)
         status = site.attached(first, second, third)
@@ -118,7 +119,7 @@ def test_shared_domains_serve_several_users_at_once() -> None:
         assert "all users" in domain["reach"]
         for program in (second, third):
             assert program.do("dev.alloc(16) > 0") == {"result": True}
-        # An own user's client may be evicted, another's may not.
+        # A user may evict its own client, but not another user's.
         with pytest.raises(mpsd_client.NotFoundError):
             site.ask(lambda c: c.kill(third.pid), uid=OTHER_UID)
         second.do("dev.launch('forever')")
@@ -138,12 +139,13 @@ def test_a_user_can_ask_for_the_shared_domain(site: Site) -> None:
 
 
 def test_a_forged_log_line_gets_no_innocent_killed() -> None:
-    with Site() as site:
+    with Site(domains__private="false") as site:
         site.start("--stop-domains")
         client = site.join(uid=OTHER_UID)
         (row,) = site.status()["clients"]
         assert {"own", "leased"} <= set(row["proof"])
-        # Root's, and no client of anybody: but what a user's server prints goes into its domain's log.
+        # A process of root that is no client, although a user's server can write any line into its domain's
+        # log.
         innocent = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
         try:
             with (site.log_dir / row["domain"] / "control.log").open("a") as log:
@@ -171,6 +173,7 @@ def test_a_fault_in_a_shared_domain_names_to_each_user_its_own_clients_alone() -
     with Site(domains__mode='"shared"') as site:
         site.start()
         ours, theirs = site.join(uid=OTHER_UID), site.join(uid=THIRD_UID)
+        site.until(lambda s: all("listed" in c["proof"] for c in s["clients"]), "the server lists both")
         with as_user(OTHER_UID):
             user = mpsd_client.connect(site.socket)
             stream = user.subscribe()
@@ -187,7 +190,7 @@ def test_a_fault_in_a_shared_domain_names_to_each_user_its_own_clients_alone() -
             assert {p["pid"] for p in record["suspects"]} == {ours.pid, None}
             assert str(theirs.pid) not in str(record)
             assert str(THIRD_UID) not in str(record)
-        # So does status.
+        # Status hides them, too.
         rows = site.ask(lambda c: c.status(), uid=OTHER_UID)["clients"]
         assert {row["pid"] for row in rows} == {ours.pid, None}
         stranger = site.ask(lambda c: c.faults(), uid=1)
@@ -195,7 +198,7 @@ def test_a_fault_in_a_shared_domain_names_to_each_user_its_own_clients_alone() -
 
 
 def test_a_private_domain_is_closed_to_other_users() -> None:
-    with Site(domains__private="true") as site:
+    with Site() as site:
         site.start()
         theirs = site.join(uid=OTHER_UID)
         (row,) = site.status()["clients"]
@@ -204,6 +207,6 @@ def test_a_private_domain_is_closed_to_other_users() -> None:
         for uid, enters in ((OTHER_UID, True), (THIRD_UID, False)):
             with as_user(uid):
                 assert os.access(pipe / "control", os.F_OK, effective_ids=True) == enters
-        # Root's control daemon does all it has to.
+        # Root's control daemon has every right that it needs.
         assert site.ask(lambda c: c.kill(theirs.pid))["outcome"] == "evicted"
         assert site.join(uid=OTHER_UID).do("1 + 1") == {"result": 2}

@@ -1,4 +1,4 @@
-"""Guard zones under a real daemon on a simulated GPU: hits are named, their clients put out, alone."""
+"""Guard zones under a real daemon on a simulated GPU: mpsd names hits and evicts only their clients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mpsd.errors import DeniedError, NotFoundError, UsageError
-from mpsd.gpu.simulated.memory import GRANULE
+from mpsd.base.errors import DeniedError, NotFoundError, UsageError
+from mpsd.gpu.simulated.machine.memory import GRANULE
 from tests.support.site import OTHER_UID, Program, Site, until
 
 KIB = 1 << 10
@@ -20,12 +20,12 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be someb
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Site]:
-    with Site(vault__enabled="true") as started:
+    with Site(protect='"guard"') as started:
         yield started.start()
 
 
 def zoned(site: Site, uid: int | None = None) -> tuple[Program, int]:
-    """A client with an allocation of 1 MiB that has a zone behind it; its address."""
+    """Return a client with an allocation of 1 MiB that has a guard zone behind it, and the address."""
     client = site.join(uid=uid)
     assert client.do(f"guard({str(site.run_dir / 'vault.sock')!r})")["result"] > 0
     return client, int(client.do(f"zoned.alloc({MIB // 4})")["result"])
@@ -36,7 +36,7 @@ def stray(client: Program, address: int, kernel: str = "store") -> None:
 
 
 def record_of(site: Site, client: Program) -> Mapping[str, Any]:
-    """The newest record that names it for a guard hit, once its ledger was read."""
+    """Return the newest record that names the client for a guard hit, once mpsd has read its ledger."""
 
     def look() -> Mapping[str, Any] | None:
         hits = [f for f in site.faults() if f["class"] == "guard-hit" and f["offender"]["pid"] == client.pid]
@@ -77,9 +77,13 @@ def test_a_stray_access_into_a_zone_is_named_and_its_client_evicted(site: Site, 
     verb = {"store": "wrote", "load": "read", "atomic": "made an atomic access"}[kernel]
     said = f"pid {client.pid} {verb} 8 KiB past the end of a 1 MiB allocation made "
     assert record["summary"].startswith(said)
-    assert record["summary"].endswith("; nobody else noticed")
+    assert record["summary"].endswith("; no other client was affected")
     site.gone(client)
-    assert site.status()["domains"][0]["state"] == "active"
+    domain = site.status()["domains"][0]
+    assert domain["state"] == "active"
+    # The hit is the last fault of the domain, but did not take it.
+    assert (domain["fault"]["id"], domain["fault"]["outcome"]) == (record["id"], "evicted")
+    assert domain["last_fault"] is None
     assert survivor.finish()["rounds"] > 0
 
 
@@ -129,7 +133,7 @@ def test_absorb_reports_once_and_lets_it_go_on(site: Site) -> None:
     assert client.do(f"zoned.launch('store', {address + MIB})") == {"result": None}
     assert client.do("zoned.synchronize()") == {"result": None}
     assert record_of(site, client)["hit"]["outcome"] == "absorbed"
-    # A range that is laid anew faults anew.
+    # A range that the client frees and lays again faults again.
     for _ in range(3):
         again = f"dev.take_managed({address + MIB}, {GRANULE}) or dev.lay_managed({address + MIB}, {GRANULE})"
         assert client.do(again) == {"result": None}
@@ -183,7 +187,7 @@ def test_prefetches_and_the_program_s_own_managed_memory_are_no_hits(site: Site)
     site.until(lambda s: s["counters"].get("zone_events_of_own_memory", 0) >= 100, "they were looked at")
     assert row(site, client)["guard_hits"] == 0
     assert not [f for f in site.faults() if f["offender"] and f["offender"]["pid"] == client.pid]
-    # And a hit among them is one, in a zone that was laid a moment ago.
+    # A hit among them is recorded, in a zone laid a moment ago.
     start, zone = own + 48 * MIB, own - MIB
     client.do(f"[dev.launch('load', address={start} + n * {GRANULE}) for n in range(64)] and None")
     client.do(f"zoned.lay({zone}, {MIB})")
@@ -238,13 +242,13 @@ def test_ctl_says_it_all(site: Site) -> None:
         return done.stdout + done.stderr
 
     client, address = zoned(site)
-    assert ctl("policy", str(client.pid), "freeze") == f"a guard hit of {client.pid}: freeze\n"
-    assert "zones 1 managed" in ctl("status")
+    assert ctl("policy", str(client.pid), "freeze") == f"guard hits of process {client.pid}: freeze\n"
+    assert "zones 1 managed" in ctl("status", "-v")
     stray(client, address + MIB)
     site.until(lambda s: [c for c in s["clients"] if c["pid"] == client.pid and c["frozen"]], "it is frozen")
     shown = ctl("status")
     assert f"mpsd-ctl kill {client.pid}, or kill -CONT {client.pid}" in shown
-    assert "1 guard hits" in shown
+    assert "1 guard hit" in ctl("status", "-v")
     record_of(site, client)
     assert f"pid {client.pid} wrote within 4 KiB past the end of a 1 MiB allocation made" in ctl("faults")
 
@@ -252,7 +256,7 @@ def test_ctl_says_it_all(site: Site) -> None:
 @pytest.fixture
 def own() -> Iterator[Site]:
     """A daemon for a test that kills it."""
-    with Site(vault__enabled="true", guard__zone_policy='"absorb"') as started:
+    with Site(protect='"guard"', guard__zone_policy='"absorb"') as started:
         yield started.start()
 
 
@@ -270,7 +274,7 @@ def test_the_next_daemon_gets_the_ledger_again_and_knows_policy_frozen_and_recor
     shown = {c["pid"]: (c["zone_policy"], c["frozen"]) for c in own.status()["clients"]}
     assert shown == {frozen.pid: ("freeze", True), evicted.pid: ("evict", False)}
     assert record_of(own, frozen) == before
-    # Until it has connected again its zones absorb what nobody hears of.
+    # Until the client has connected again, no daemon hears of the accesses that its zones absorb.
     assert row(own, evicted)["guard_zones"] is None
     assert evicted.do(f"zoned.connect({str(own.run_dir / 'vault.sock')!r}) > 0") == {"result": True}
     stray(evicted, other + MIB)

@@ -1,4 +1,4 @@
-"""What was lost while no daemon ran is lost to the next one too: programs go on elsewhere."""
+"""A domain that faulted while no daemon ran is faulted for the next daemon too: its programs fail over."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ends(*pids: int) -> None:
 
 
 def goes_on(site: Site, program: Program) -> None:
-    """It is told to move to the standby that it had, and does."""
+    """The next daemon tells the program to move to the standby context that it had, and the program moves."""
     assert said(program, "fo.hello()")[0] == "WELCOME"
     said(program, "fo.prepare()")
     program.order("fo.move()")

@@ -1,4 +1,4 @@
-"""The listener over real sockets: who is asking, what they may, what they are told, what they cannot do."""
+"""The listener over real sockets: identity of the peer, rights, answers, refusals."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 import zmq
 
 import mpsd_client
-from mpsd.errors import AlreadyRunningError, ConfigError
-from mpsd.listener import Limits
+from mpsd.base.errors import AlreadyRunningError, ConfigError
+from mpsd.peers import Limits
 from mpsd.wire import codec
 from mpsd.wire.messages import Reply, Request
 from tests.support.listening import DEADLINE_S, RunningListener
@@ -30,14 +30,14 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become some
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """A socket's path that every user of the machine can reach."""
+    """A socket path that every user of the machine can reach."""
     with tempfile.TemporaryDirectory(prefix="mpsd-test-") as where:
         os.chmod(where, 0o755)
         yield Path(where) / "run" / "mpsd.sock"
 
 
 def as_nobody(path: Path, code: str) -> list[str]:
-    """What a child that gave up its rights prints. It connects as nobody: `client` is its client."""
+    """Return the output of a child that runs as an unprivileged user. `client` is its connection."""
     program = (
         "import os, sys, mpsd_client\n"
         f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
@@ -124,7 +124,7 @@ def test_somebody_else_is_told_denied(path: Path) -> None:
             "refused(client.version)",
         )
     assert said == [f"{NOBODY} False", "denied 4", "denied 4", "denied 4", "allowed"]
-    # What only administrators may ask does not even reach the handler.
+    # A request for administrators alone does not reach the handler.
     assert not [r for _, r in running.seen if r.op in ("drain", "undrain")]
 
 

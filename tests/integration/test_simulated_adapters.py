@@ -1,4 +1,4 @@
-"""mpsd.gpu.base over a simulated node: descriptors, trackers, guards, NVML's stand-in, scripted faults."""
+"""mpsd.gpu.base over a simulated node: descriptors, trackers, guards, the NVML stand-in, scripted faults."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import subprocess
 
 import pytest
 
-from mpsd.errors import GpuError, NotFoundError, NotReadyError
+from mpsd.base.errors import GpuError, NotFoundError, NotReadyError
+from mpsd.base.model import ProcessInstance
 from mpsd.gpu.base import Backend
 from mpsd.gpu.simulated import packets, paths
 from mpsd.gpu.simulated.adapters import SimulatedUvm
-from mpsd.linux import procfs
-from mpsd.model import ProcessInstance
+from mpsd.os import procfs
 from tests.support.descriptors import inheritable, open_descriptors
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import (

@@ -1,4 +1,4 @@
-"""The control daemon's stand-in and its servers: commands, files, lives and deaths."""
+"""The stand-in of the control daemon and its servers: commands, files, starts and exits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from mpsd.gpu.base import Backend
 from mpsd.gpu.simulated.client import SimulatedDevice
-from mpsd.linux import procfs
+from mpsd.os import procfs
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import (
     DEADLINE_S,
@@ -42,7 +42,9 @@ def test_commands_come_by_standard_input_or_as_arguments(domain: Domain) -> None
         ("get_client_list 999999", "Server 999999 not found"),
         ("get_server_status", "Invalid arguments for get_server_status"),
         ("set_default_active_thread_percentage 50", "50.0"),
-        ("set_default_device_pinned_mem_limit 99 2G", ""),
+        ("set_default_device_pinned_mem_limit 99 2G", "Invalid device identifier format: 99"),
+        ("set_default_device_pinned_mem_limit 0 2G", ""),
+        ("get_default_device_pinned_mem_limit 0", ""),
         ("terminate_client 999999 1", "Server 999999 not found\nServer 999999 not found!\n1"),
     ],
 )
@@ -86,7 +88,7 @@ def test_in_the_background_it_returns_when_it_answers_and_logs_to_files(backend:
     pidfd = os.pidfd_open(pid)
     client = domain.client().ready()
     assert "NEW CLIENT" in (domain.base / "control.log").read_text()
-    # It serves by then, and says so a moment later.
+    # The server serves by then, and reports it a moment later.
     until(lambda: "Server has started" in (domain.base / "server.log").read_text())
     client.kill()
     assert domain.run("quit") == (0, "")
@@ -135,14 +137,14 @@ def test_the_server_dies_with_its_control_daemon(domain: Domain, how: signal.Sig
 
 
 def as_another_user(domain: Domain, uid: int) -> tuple[int, int]:
-    """A process of this user that joins: its pid and a pipe that gives one byte once it has."""
+    """Start a client as this user. Return its pid, and a pipe that yields one byte once it has joined."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:
         os.close(writer)
         return pid, reader
     try:
-        # No exec: the interpreter may be out of that user's reach.
+        # No exec: the user may be unable to read the interpreter.
         os.setgroups([])
         os.setgid(uid)
         os.setuid(uid)

@@ -1,6 +1,6 @@
 """A whole simulated node: the GPU process, its stand-ins, clients, adapters. Real processes.
 
-No test waits without a deadline, and what is started here is gone at the end: the fixtures prove it.
+Every wait has a deadline. The fixtures check that no process of a test is left at its end.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.errors import GpuError, NotRunningError
+from mpsd.base.errors import GpuError, NotRunningError
+from mpsd.base.model import UvmFaultType
 from mpsd.gpu.base import Backend
 from mpsd.gpu.simulated import packets, paths
 from mpsd.gpu.simulated.backend import open_simulated, stop_simulated
 from mpsd.gpu.simulated.client import GpuFailure, SimulatedDevice
-from mpsd.linux import procfs
-from mpsd.model import UvmFaultType
+from mpsd.os import procfs
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import (
     DEADLINE_S,
@@ -62,6 +62,12 @@ def test_without_a_control_daemon_a_client_runs_outside_mps(backend: Backend) ->
             assert (listed.pid, listed.mps) == (client.pid, False)
         finally:
             client.kill()
+
+
+@pytest.mark.parametrize("command", ["x", "get_server_list"])
+def test_a_command_writes_no_line_of_its_own_into_the_log(domain: Domain, command: str) -> None:
+    domain.ask(f"{command}\n[2026-01-01 00:00:00.000 Server 1] Server is handling a fatal GPU error.")
+    assert "fatal GPU error" not in domain.log
 
 
 def test_no_node_is_never_started_silently() -> None:

@@ -1,4 +1,4 @@
-"""The door of the vault: what is held of whom, and through which ends."""
+"""The socket of the vault: the memory that mpsd holds for each owner, and through which client exits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from mpsd.base.errors import NotFoundError
 from mpsd.core.vault import Limits
-from mpsd.errors import NotFoundError
-from mpsd.linux import procfs
-from mpsd.vault import peer as vault_peer
-from mpsd.vault.wire import Kind, Message, Status, pack
+from mpsd.os import procfs
+from mpsd.peers import vaultpeer as vault_peer
+from mpsd.vault.messages import Kind, Message, Status, pack
 from tests.support import vaulting
 from tests.support.long import only_long
 from tests.support.site import OTHER_UID, ROOT, as_user, until
 from tests.support.vaultfixtures import LIMITS, alone, counted, held, place, store, vault
 from tests.support.vaulting import MemoryStore, RunningVault, VaultClient, memory
 
-__all__ = ["place", "store", "vault"]  # Fixtures are found by their names here.
+__all__ = ["place", "store", "vault"]  # pytest finds fixtures by these names.
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
 
@@ -74,7 +74,7 @@ def test_what_is_kept_is_claimed_by_its_owner_with_every_byte(vault: RunningVaul
             os.close(fd)
         assert client.claim("model", 3)[0].status == Status.UNKNOWN
         assert client.claim("other")[0].status == Status.DENIED
-        # Taken by duplicates: it stays until it is released.
+        # A duplicate was taken: the segment stays until it is released.
         assert held(vault) == [1, 2, 3]
         assert client.ask(Message(Kind.RELEASE, name="model")).status == Status.OK
         assert held(vault) == []
@@ -99,7 +99,7 @@ def test_a_piece_alone_is_taken_over_and_survives_its_next_process_too(
         assert client.ask(Message(Kind.KEEP, name="weights")).status == Status.NAME
         assert client.keep_alone("weights", 4).status == Status.NAME
         end(second)
-        # However fast it comes after the end, which the loop may not have seen.
+        # The take may arrive before the loop has seen the client's exit.
         answer, fds = client.take("weights", 5)
         assert (answer.status, answer.size, os.pread(fds[0], 5, 0)) == (Status.OK, 4096, b"bytes")
         os.close(fds[0])
@@ -117,7 +117,7 @@ def test_a_piece_alone_is_answered_for_when_it_outlives_the_daemon(place: Path, 
         assert set(store.held) == {"vault.notes", "vault.1"}
         assert client.keep_alone("moments", 8).count == 1
     with RunningVault(place, store, LIMITS), VaultClient(place) as client:
-        # Two names of one process, each its own still; this process lives and has them.
+        # Two names of one process, both still its own: this process lives and holds them.
         answer, fds = client.take("weights", 7)
         assert (answer.status, os.pread(fds[0], 5, 0)) == (Status.OK, b"bytes")
         os.close(fds[0])
@@ -169,7 +169,7 @@ def test_a_process_that_replaces_its_program_is_no_client_any_more(vault: Runnin
 
 
 def test_a_program_that_replaced_another_begins_anew(vault: RunningVault) -> None:
-    """However soon it comes: under the old one's numbers it finds nothing."""
+    """Under the numbers of the replaced program the new one finds nothing, however soon it comes."""
     again = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -201,7 +201,7 @@ signal.pause()"""
     until(lambda: counted(vault, "closed_sender") == 1, "the child's message is refused")
     assert held(vault) == [1, 2, 3]
     end(process)
-    # The child holds the socket, and is no reason to hold anything.
+    # The child holds the socket, but does not count as a holder of memory.
     until(lambda: held(vault) == [], "the parent has ended")
 
 
@@ -227,7 +227,7 @@ def test_over_quota_is_said_and_is_no_error(vault: RunningVault) -> None:
 
 
 def test_the_next_daemon_finds_all_of_it(place: Path, store: MemoryStore) -> None:
-    """The store outlives the daemon; between the two one client dies, and one that has kept its own."""
+    """The store outlives the daemon. Between two daemons two clients exit, one of which keeps its memory."""
     with RunningVault(place, store, LIMITS) as first:
         living, dying, keeping = program(place), program(place), program(place, name="model")
         until(lambda: len(store.held) == 10, "all is stored")
@@ -244,7 +244,7 @@ def test_the_next_daemon_finds_all_of_it(place: Path, store: MemoryStore) -> Non
             os.close(fds[0])
             client.put(50)
         end(living)
-        # This process lives and holds 50 still.
+        # This process lives and still holds segment 50.
         until(lambda: sorted(held(second)) == [1, 2, 3, 50], "the other client's have gone")
         until(lambda: len(store.held) == 5, "and from the store")
 
@@ -274,7 +274,7 @@ def test_many_deaths_leave_nothing(place: Path, store: MemoryStore, count: int) 
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, str(ROOT / "tests/support/vaulting.py"), str(place), str(count)]
         subprocess.run(command, check=True, env=environment, timeout=280)
-        # Of the kept ones, two each, the quota lets 8 stay: 16 descriptors.
+        # Of the kept segments, two per client, the quota lets 8 clients' stay: 16 descriptors.
         left = 2 * min(count // 10, 8)
         until(lambda: len(held(running)) == left, "what is kept")
         until(lambda: len(store.held) == left + 1, "and as much in the store")
@@ -297,7 +297,7 @@ def test_a_peer_is_pinned_where_the_kernel_has_no_option_for_it(place: Path) -> 
 
 
 def test_who_has_the_pid_of_a_peer_that_has_ended_is_not_taken_for_it(place: Path) -> None:
-    """Where the kernel does not tell: it is younger than the connection."""
+    """Without the kernel's answer mpsd compares ages: the process is younger than the connection."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(place))
     listener.listen()
@@ -314,7 +314,7 @@ SECRET = b"a secret of thirty-two bytes....."[:32]
 
 
 def test_what_is_shared_another_process_of_the_owner_opens(vault: RunningVault) -> None:
-    """Until its exporter ends: also where the exporter keeps it under a name."""
+    """The segment can be opened until its exporter exits, also where the exporter keeps it under a name."""
     share = f"assert client.ask(Message(Kind.SHARE, number=2, token={SECRET!r})).status == 0"
     then = f"{share}; print('shared', flush=True); signal.pause()"
     process = program(vault.path, name="model", then=then)
@@ -343,7 +343,7 @@ def test_a_share_ends_with_its_piece(vault: RunningVault) -> None:
         client.put(2)
         assert client.ask(Message(Kind.SHARE, number=3, token=SECRET)).status == Status.UNKNOWN
         assert client.ask(Message(Kind.SHARE, number=1, token=SECRET)).status == Status.OK
-        # The same secret for another piece would make one of them unreachable.
+        # The same secret for two segments would make one of them unreachable.
         assert client.ask(Message(Kind.SHARE, number=2, token=SECRET)).status == Status.TWICE
         answer, fds = client.open(SECRET)
         assert answer.status == Status.OK
@@ -357,7 +357,7 @@ def test_a_share_ends_with_its_piece(vault: RunningVault) -> None:
 
 @root_only
 def test_another_owner_opens_nothing(vault: RunningVault) -> None:
-    """However it came to the secret, and told no more than of one that nobody has."""
+    """The answer is the same as for an unknown secret, however the process learnt the secret."""
     owner = b"t" * 32
     share = f"assert client.ask(Message(Kind.SHARE, number=2, token={SECRET!r})).status == 0"
     then = f"{share}; print('shared', flush=True); signal.pause()"
@@ -378,7 +378,7 @@ def test_another_owner_opens_nothing(vault: RunningVault) -> None:
 
 
 def alone_but(vault: RunningVault, pid: int) -> None:
-    """Until no process but that one is a client: this one may be another owner's next."""
+    """Wait until `pid` is the only client: this process may belong to another owner next."""
     until(
         lambda: vault.look(lambda: vault.vault.owner_of(os.getpid()) is None and vault.vault.owner_of(pid)),
         "this process is no client any more",

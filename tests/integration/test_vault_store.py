@@ -1,4 +1,4 @@
-"""The vault and what outlives it: adoption, and stores and notes that fail for a while."""
+"""The vault and its memory beyond a daemon's life: adoption, and stores and notes that fail for a while."""
 
 from __future__ import annotations
 
@@ -12,46 +12,48 @@ from pathlib import Path
 
 import pytest
 
-from mpsd import procs
-from mpsd.errors import StoreError
-from mpsd.leasestore import LeaseStore
-from mpsd.model import ProcessInstance
-from mpsd.vault import hold
+from mpsd.base.conditions import Code, Condition
+from mpsd.base.errors import StoreError
+from mpsd.base.model import ProcessInstance
+from mpsd.fdstore.queue import LeaseStore
+from mpsd.os import processes
+from mpsd.os.descriptors import Charge
+from mpsd.vault import holdings
+from mpsd.vault.messages import Kind, Message, Status
 from mpsd.vault.notes import VaultNotes
-from mpsd.vault.wire import Kind, Message, Status
 from tests.integration.test_vault_door import end, program
 from tests.support.site import until
 from tests.support.vaultfixtures import LIMITS, held, place, store
 from tests.support.vaulting import DEADLINE_S, MemoryStore, RunningVault, VaultClient
 
-__all__ = ["place", "store"]  # Fixtures are found by their names here.
+__all__ = ["place", "store"]  # pytest finds fixtures by these names.
 
 
-def problems(vault: RunningVault) -> str:
-    return "; ".join(vault.look(vault.vault.problems))
+def conditions(vault: RunningVault) -> list[Condition]:
+    return list(vault.look(vault.vault.conditions))
 
 
 def stored(vault: RunningVault) -> list[bool]:
-    """As `vault list` has it."""
+    """Return what `vault list` shows as stored, for each holding."""
     return vault.look(lambda: [vault.vault.is_stored(h) for h in vault.vault.ledger.holdings()])
 
 
 def test_a_client_whose_program_cannot_be_looked_at_holds_up_no_adoption(
     place: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its executable lies on a file server that does not answer."""
+    """The client's executable is on a file server that does not answer."""
     with RunningVault(place, store, LIMITS):
         living = program(place)
         until(lambda: len(store.held) == 4, "all is stored")
     answers, asked = threading.Event(), threading.Event()
-    real = procs.exec_identity
+    real = processes.exec_identity
 
-    def hangs(process: ProcessInstance) -> procs.ExecIdentity:
+    def hangs(process: ProcessInstance) -> processes.ExecIdentity:
         asked.set()
         assert answers.wait(DEADLINE_S)
         return real(process)
 
-    monkeypatch.setattr(procs, "exec_identity", hangs)
+    monkeypatch.setattr(processes, "exec_identity", hangs)
     began = time.monotonic()
     with RunningVault(place, store, LIMITS) as second:
         try:
@@ -69,30 +71,35 @@ def test_what_the_store_would_not_take_is_stored_later_though_nothing_else_comes
     real, refusals = LeaseStore.put, 3
 
     def put(
-        self: LeaseStore, name: str, fds: Sequence[int], owner: int | None = None
+        self: LeaseStore,
+        name: str,
+        fds: Sequence[int],
+        owner: int | None = None,
+        charge: Charge | None = None,
     ) -> asyncio.Future[None]:
         nonlocal refusals
         if name != "vault.notes" and refusals:
             refusals -= 1
             raise StoreError("no descriptor is left")
-        return real(self, name, fds)
+        return real(self, name, fds, owner, charge)
 
     monkeypatch.setattr(LeaseStore, "put", put)
     with RunningVault(place, store, LIMITS) as vault, VaultClient(place) as client:
         client.put(1)
         until(
-            lambda: "1 piece(s) of the vault are not stored: no descriptor is left" in problems(vault), "said"
+            lambda: [c.key for c in conditions(vault)] == [(Code.SEGMENTS_NOT_STORED, "")],
+            "said",
         )
         assert stored(vault) == [False]
         until(lambda: stored(vault) == [True], "it is stored")
-        until(lambda: not problems(vault), "and nothing is wrong any more")
+        until(lambda: not conditions(vault), "and nothing is wrong any more")
         assert store.held.keys() == {"vault.notes", "vault.1"}
 
 
 def test_a_store_that_fails_for_a_while_is_never_said_to_hold_it(
     place: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hold, "STORED_DEADLINE_S", 0.2)
+    monkeypatch.setattr(holdings, "STORED_DEADLINE_S", 0.2)
     real, broken = store.put, threading.Event()
     broken.set()
 
@@ -113,7 +120,7 @@ def test_a_store_that_fails_for_a_while_is_never_said_to_hold_it(
 def test_what_is_not_noted_is_not_said_to_be_stored_and_is_noted_later(
     place: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    monkeypatch.setattr(hold, "STORED_DEADLINE_S", 0.2)
+    monkeypatch.setattr(holdings, "STORED_DEADLINE_S", 0.2)
 
     def full(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -124,9 +131,10 @@ def test_what_is_not_noted_is_not_said_to_be_stored_and_is_noted_later(
             assert client.keep_alone("weights", 7, b"bytes").count == 0
             assert client.keep_alone("moments", 8, b"more").count == 0
             assert stored(vault) == [False, False]
-            assert "2 piece(s) of the vault are not noted: Too many open files" in problems(vault)
+            unnoted = Condition(Code.SEGMENTS_NOT_NOTED, detail="Too many open files", count=2)
+            assert unnoted in conditions(vault)
         until(lambda: stored(vault) == [True, True], "both are noted and stored")
-        until(lambda: not problems(vault), "and nothing is wrong any more")
+        until(lambda: not conditions(vault), "and nothing is wrong any more")
     with RunningVault(place, store, LIMITS) as vault, VaultClient(place) as client:
         assert held(vault) == [7, 8]
 
@@ -142,7 +150,7 @@ def test_what_was_freed_is_not_stored_and_nothing_is_in_a_store_that_died(
         (holding,) = vault.look(lambda: tuple(vault.vault.ledger.holdings()))
         with monkeypatch.context() as patch:
             patch.setattr(store, "revive", revive)
-            vault.look(vault._lease_store._died)
+            vault.look(vault._lease_store._worker_died)
             until(lambda: stored(vault) == [False], "it is not stored while there is no store")
         until(lambda: stored(vault) == [True], "the store was replaced")
         client.put(9)
@@ -153,19 +161,19 @@ def test_what_was_freed_is_not_stored_and_nothing_is_in_a_store_that_died(
 def test_a_daemon_that_ends_stores_what_was_brought_last(
     place: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hold, "STORED_DEADLINE_S", DEADLINE_S)
-    real_put, real_close, ends = store.put, hold.Vault.close, threading.Event()
+    monkeypatch.setattr(holdings, "STORED_DEADLINE_S", DEADLINE_S)
+    real_put, real_close, ends = store.put, holdings.Vault.close, threading.Event()
 
     def put(name: str, fds: Sequence[int]) -> None:
         assert ends.wait(DEADLINE_S)
         real_put(name, fds)
 
-    async def close(vault: hold.Vault) -> None:
+    async def close(vault: holdings.Vault) -> None:
         ends.set()
         await real_close(vault)
 
     monkeypatch.setattr(store, "put", put)
-    monkeypatch.setattr(hold.Vault, "close", close)
+    monkeypatch.setattr(holdings.Vault, "close", close)
     with RunningVault(place, store, LIMITS) as vault, VaultClient(place) as client:
         client.put(1)
         client.put(2)

@@ -1,4 +1,4 @@
-"""Which of a domain's GPUs a program sees, where the domain is over several and the node has more."""
+"""The GPUs of a domain that a program sees, where the domain spans several and the node has more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpsd_client.run import make_plan
+from mpsd_client.joining.plan import make_plan
 from tests.support.site import Site
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -14,7 +14,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @pytest.fixture(scope="module")
 def uuids() -> list[str]:
-    """They are the same on each simulated node."""
+    """The UUIDs of a simulated node; they are the same on each."""
     with Site(simulated__gpus="4") as started:
         return [gpu["uuid"] for gpu in started.start().status()["gpus"]]
 
@@ -40,11 +40,15 @@ def test_those_that_it_named_in_its_order(
     site: Site, uuids: list[str], named: str, numbers: list[int], fewer: bool
 ) -> None:
     by_uuid = ",".join(uuids[int(name)] if name.isdecimal() else name for name in named.split(","))
+    # GPUs 0 to 2 are the domain that spans, in this order. GPU 3 has its own, where it is number 0.
+    own = [0] if numbers == [3] else numbers
     for visible in (named, by_uuid):
         plan = make_plan({VISIBLE: visible}, socket_path=site.socket)
-        assert plan.variables[VISIBLE].split(",") == [uuids[number] for number in numbers]
-        assert any("GPUs, and programs see" in line for line in plan.aside) == fewer
-        program = site.program(environ=site.environ() | plan.variables)
+        seen = plan.applied({VISIBLE: visible})[VISIBLE].split(",")
+        seen = seen[: len(numbers)] if "-1" in visible else seen
+        assert seen == [str(n) for n in own] if visible == named else [uuids[n] for n in numbers]
+        assert any("GPUs, but the program will see" in line for line in plan.warnings) == fewer
+        program = site.program(environ=plan.applied(site.environ() | {VISIBLE: visible}))
         assert program.do("[dev.on_mps, dev.gpu_uuid]") == {"result": [True, uuids[numbers[0]]]}
 
 

@@ -1,4 +1,4 @@
-"""One compiled policy for all tests; each begins with a new space."""
+"""One compiled policy for all tests; each test begins with a new space."""
 
 from __future__ import annotations
 

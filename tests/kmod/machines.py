@@ -1,6 +1,7 @@
-"""Machines below a folder: sources, kernels, /proc and /sys; with programs that stand for the real ones.
+"""Machines below a folder: sources, kernels, /proc and /sys, and stand-ins for the real programs.
 
-The stand-ins of dkms and Coccinelle do at once what matters of theirs; test_dkms.py runs the real ones.
+The stand-ins of dkms and Coccinelle do at once what the tests need of theirs; test_dkms.py runs the real
+ones.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 from kmod.build import Kernel
 from kmod.changes import HOOKS
 from kmod.dkms import Module
-from kmod.install import Wish
+from kmod.install import InstallRequest
 from kmod.machine import Machine
 from kmod.tree import Tree, find
 from tests.kmod.smalltree import make_tree
@@ -43,8 +44,8 @@ DEST_MODULE_NAME[1]="$PACKAGE_NAME-uvm"
 DEST_MODULE_LOCATION[1]="/updates/dkms"
 """
 
-# What counts of dkms: where it puts what, under which names, and when it runs our scripts. KILL names the
-# verb in whose middle whoever started it is killed.
+# The parts of dkms that the tests need: where it puts files, under which names, and when it runs our scripts.
+# KILL names the verb during which it kills the process that started it.
 DKMS = """\
 #!/bin/bash
 set -e
@@ -80,7 +81,7 @@ uninstall)
 esac
 """
 
-# A file beside the modules has what a semantic patch that fits puts in; the mend changes a line.
+# A file beside the modules has what a fitting semantic patch inserts; the fix changes a line.
 SPATCH = """\
 #!/bin/sh
 for word; do before=$semantic; semantic=$source; source=$option; option=$result; result=$word; done
@@ -101,8 +102,10 @@ def elf(
     version: str = "",
     source: str = "",
 ) -> bytes:
-    """A module file as far as its symbols' versions go; `absolute`: as kernels before 5.19 have them.
-    `source`: what modinfo calls srcversion."""
+    """Return a module file as far as its symbols' versions go.
+
+    `absolute`: as kernels before 5.19 store them. `source`: srcversion in modinfo.
+    """
     told = {"version": version, "srcversion": source}
     crcs = b"".join(struct.pack("<I", crc) for crc in gives.values())
     strings, symbols = b"\0", b"\0" * 24
@@ -136,7 +139,7 @@ def elf(
 
 
 def add_source(machine: Machine, version: str = VERSION, *, name: str = "nvidia-current-open") -> Path:
-    """The driver's own source, as Debian's package has it."""
+    """Write the driver's own source, laid out as in Debian's package."""
     root = make_tree(machine.sources / f"{name}-{version}", version)
     (root / "nvidia/nv.c").write_text('MODULE_LICENSE("Dual MIT/GPL");\n')
     (root / "nvidia/nv-kernel.o_binary").write_text("compiled by the vendor\n")
@@ -145,7 +148,7 @@ def add_source(machine: Machine, version: str = VERSION, *, name: str = "nvidia-
 
 
 def make_machine(root: Path) -> Machine:
-    """One kernel with headers and the driver's own two modules; nothing is loaded, nobody runs."""
+    """Make one kernel with headers and the driver's own two modules. No module is loaded, no process runs."""
     machine = Machine(root)
     kernel = machine.modules / RELEASE
     stock = kernel / "updates/dkms"
@@ -171,7 +174,7 @@ def make_machine(root: Path) -> Machine:
 
 
 def add_programs(folder: Path) -> dict[str, str]:
-    """dkms and Coccinelle in words of ours; the environment in which they are found first."""
+    """Stand-ins of dkms and Coccinelle. Returns the environment in which they are found first."""
     programs, parts = folder / "programs", folder / "parts"
     for made in (programs, parts):
         made.mkdir(parents=True)
@@ -187,9 +190,9 @@ def add_programs(folder: Path) -> dict[str, str]:
     return {"PATH": f"{programs}:{os.environ['PATH']}", "PARTS": str(parts)}
 
 
-# Which modules are loaded is in the machine's /proc and /sys; which file a name stands for, the real modprobe
-# tells. REFUSE: a part of the path of files that do not load. BUSY: a module that does not unload. UDEV: a
-# rule asks for nvidia_uvm when nvidia has come, and modprobe without a view finds ours.
+# The stand-in reads the loaded modules from the machine's /proc and /sys, and asks the real modprobe which
+# file a name stands for. REFUSE: part of the path of files that do not load. BUSY: a module that does not
+# unload. UDEV: a rule requests nvidia_uvm once nvidia is loaded, and modprobe without a view finds ours.
 MODPROBE = """\
 #!{python}
 import os, subprocess, sys
@@ -245,7 +248,7 @@ with (root / "log").open("a") as log:
 
 
 def add_kernel_programs(machine: Machine) -> None:
-    """modprobe and rmmod, for /proc and /sys of the machine's own. What they did is in its file `log`."""
+    """Stand-ins of modprobe and rmmod, for the machine's own /proc and /sys. They log to its file `log`."""
     for name, text in (("modprobe", MODPROBE), ("rmmod", RMMOD)):
         path = machine.root / "sbin" / name
         path.write_text(text.format(python=sys.executable, release=RELEASE))
@@ -253,16 +256,16 @@ def add_kernel_programs(machine: Machine) -> None:
 
 
 def quiet(text: str) -> None:
-    """Nobody listens."""
+    """Discard a progress message."""
 
 
-def wish(machine: Machine, tree: Tree | None = None) -> Wish:
+def wish(machine: Machine, tree: Tree | None = None) -> InstallRequest:
     given = tree or find(machine.sources / f"nvidia-current-open-{VERSION}")
-    return Wish(given, Kernel(RELEASE, machine.modules / RELEASE / "build"))
+    return InstallRequest(given, Kernel(RELEASE, machine.modules / RELEASE / "build"))
 
 
 def load(machine: Machine, lines: Sequence[str], *, version: str = VERSION, ours: bool = False) -> None:
-    """Makes modules loaded: `lines` as /proc/modules has them."""
+    """Mark modules as loaded: `lines` as in /proc/modules."""
     (machine.proc / "modules").write_text("".join(f"{line} Live 0x0000000000000000\n" for line in lines))
     for line in lines:
         (machine.sys / "module" / line.split()[0]).mkdir(parents=True, exist_ok=True)
@@ -275,7 +278,7 @@ def load(machine: Machine, lines: Sequence[str], *, version: str = VERSION, ours
 def add_process(
     machine: Machine, pid: int, command: str, opened: Sequence[str], mapped: Sequence[str] = ()
 ) -> None:
-    """A process with descriptors that lead there, and maps."""
+    """Add a process with descriptors to `opened` and mappings of `mapped`."""
     folder = machine.proc / str(pid)
     (folder / "fd").mkdir(parents=True)
     (folder / "cmdline").write_bytes(command.replace(" ", "\0").encode() + b"\0")

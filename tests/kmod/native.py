@@ -1,4 +1,4 @@
-"""The module's own files compiled for this machine: all but the glue needs no kernel."""
+"""The module's own files compiled for this machine: only the glue needs a kernel."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DEADLINE_S = 60.0
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 _WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wconversion", "-Wmissing-prototypes", "-Wundef")
-# The kernels that the module is built for compile with gnu89 or gnu11, and forbid this one.
+# The module's kernels compile with gnu89 or gnu11, and forbid declarations after statements.
 _STYLE = ("-std=gnu11", "-Wdeclaration-after-statement", "-Wvla")
 
 
 def compile_program(target: Path, sources: Sequence[Path], *flags: str) -> Path:
-    """`sources` linked to the program `target`. Raises CalledProcessError; the compiler has said why."""
+    """Link `sources` to the program `target`. Raises CalledProcessError after the compiler's message."""
     command = ["gcc", *_STYLE, *_WARNINGS, "-O1", "-g", f"-I{SOURCES}", *flags]
     command += ["-o", str(target), *map(str, sources)]
     subprocess.run(command, check=True, timeout=DEADLINE_S)
@@ -32,13 +32,13 @@ def compile_program(target: Path, sources: Sequence[Path], *flags: str) -> Path:
 
 
 def build(folder: Path, name: str, *own: str) -> Path:
-    """programs/NAME.c with the module's own files `own`, under the address and undefined sanitizers."""
+    """Build programs/NAME.c with the module's own files `own`, under the address and undefined sanitizers."""
     sources = [PROGRAMS / f"{name}.c", *(SOURCES / source for source in own)]
     return compile_program(folder / name, sources, *SANITIZE)
 
 
 def run(program: Path, *arguments: object, sent: bytes = b"") -> bytes:
-    """What a program wrote. It must exit with 0 in time, and say nothing to stderr."""
+    """Return a program's output. The program must exit with 0 in time, and write nothing to stderr."""
     ended = subprocess.run(
         [str(program), *map(str, arguments)],
         input=sent,
@@ -55,7 +55,7 @@ def without_comments(header: str) -> str:
 
 
 class Pipe:
-    """A program that answers each request of `words` u64 with as many. Close it in the end."""
+    """A program that answers each request of `words` u64 with as many. Close it after use."""
 
     def __init__(self, program: Path, words: int) -> None:
         self._layout = struct.Struct(f"={words}Q")
@@ -64,9 +64,9 @@ class Pipe:
         )
 
     def ask(self, requests: Sequence[Sequence[int]]) -> list[bytes]:
-        """The answers, in order. Raises TimeoutError, EOFError if the program died."""
+        """Return the answers, in order. Raises TimeoutError, or EOFError if the program exited."""
         answers: list[bytes] = []
-        # Both pipes hold 64 KiB: a few hundred requests never block on answers nobody reads.
+        # Both pipes hold 64 KiB: a few hundred requests never block on answers that are not read yet.
         for start in range(0, len(requests), 256):
             part = requests[start : start + 256]
             words = self._layout.size // 8
@@ -77,7 +77,7 @@ class Pipe:
         return answers
 
     def close(self) -> None:
-        """End the program. It must have had no complaint, a leak for example."""
+        """End the program. It must have reported no error, a leak for example."""
         try:
             self._stdin.close()
             assert self._process.wait(DEADLINE_S) == 0

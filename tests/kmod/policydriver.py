@@ -1,4 +1,4 @@
-"""The compiled policy, one request at a time or many in one go (programs/policy_driver.c)."""
+"""The compiled policy, one request at a time or many at once (programs/policy_driver.c)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Request = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Told:
-    """What the driver says after a request: its result, the last decision, the state of the space."""
+    """The driver's answer to a request: its result, the last decision, the state of the space."""
 
     result: int
     decision: Decision
@@ -40,7 +40,7 @@ class Told:
 
 
 def told(raw: bytes) -> Told:
-    """An answer of policy_driver.c."""
+    """Decode an answer of policy_driver.c."""
     word = struct.unpack(f"={WORDS}Q", raw)
     return Told(
         result=word[0],
@@ -64,7 +64,7 @@ def told(raw: bytes) -> Told:
 def expected(
     space: Space, result: int, decision: Decision, around: Around | None, orphan_faults: int = 0
 ) -> Told:
-    """What the driver must say when it is where the model is; `around` is that of a fault."""
+    """Return the answer expected for the model's state; `around` belongs to the fault."""
     return Told(
         result=int(result),
         decision=decision,
@@ -99,7 +99,7 @@ def fault_request(fault: Fault, around: Around, now: int, fails: bool = False) -
 
 
 class Policy:
-    """The compiled policy with one space, as mpsd-uvm calls it."""
+    """The compiled policy with one space, called as mpsd-uvm calls it."""
 
     def __init__(self, folder: Path) -> None:
         self._pipe = Pipe(build(folder, "policy_driver", *POLICY), WORDS)
@@ -108,7 +108,7 @@ class Policy:
         return self._pipe.ask(requests)
 
     def begin(self, params: Params | None = None) -> None:
-        """A new space under these settings."""
+        """Begin a new space with these settings."""
         self.ask([(NEW_SPACE,), params_request(params or Params())])
 
     def tell(self, *request: int) -> Told:
@@ -121,11 +121,11 @@ class Policy:
         return [told(raw) for raw in self.ask([fault_request(*each, now) for each in faults])]
 
     def record(self) -> KernelRecord:
-        """The record of the last fault."""
+        """Return the record of the last fault."""
         return decode_record(self.ask([(RECORD,)])[0])
 
     def step_record(self, step: int, with_fault: bool = False) -> KernelRecord:
-        """The record of a step, or of an orphan, which has the last fault in it."""
+        """Return the record of a step. An orphan's record includes the last fault."""
         return decode_record(self.ask([(STEP_RECORD, step, int(with_fault))])[0])
 
     def close(self) -> None:

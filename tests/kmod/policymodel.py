@@ -1,6 +1,6 @@
-"""What the module's policy must decide, written a second time, from the case table and not from the C.
+"""The decisions of the module's policy, written a second time, from the case table and not from the C.
 
-Times in ns, addresses and lengths in bytes.
+Times in ns, addresses and lengths in bytes. A `sink` is the sparse mapping that absorbs a fault.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+from mpsd.base.model import UvmFaultType, UvmReason
 from mpsd.gpu.nvidia.kernel_abi import Action, ClientType, Engine, Mode, Why
-from mpsd.model import UvmFaultType, UvmReason
 
 PAGE = 4 << 10
 BIG_PAGE = 64 << 10
@@ -23,7 +23,7 @@ READ, WRITE, ATOMIC, PREFETCH = 1, 2, 3, 4
 
 
 class Range(IntEnum):
-    """What lies at an address (enum mpsd_range)."""
+    """The kind of range at an address (enum mpsd_range)."""
 
     UNKNOWN = 0
     FREE = 1
@@ -34,7 +34,7 @@ class Range(IntEnum):
 
 
 class Answer(IntEnum):
-    """What a request gets (enum mpsd_answer)."""
+    """The answer to a request (enum mpsd_answer)."""
 
     OK = 0
     INNOCENT = 1
@@ -71,7 +71,7 @@ class Fault:
         return self.address // PAGE * PAGE
 
 
-# A store of an SM, a copy, a semaphore, all at an address that nothing is at.
+# A store of an SM, a copy, a semaphore, all at an unmapped address.
 ADDRESS = 0x7F12_3456_7000
 WILD = Fault(ADDRESS)
 COPY = replace(WILD, engine=Engine.CE, client_type=ClientType.HUB, replayable=False)
@@ -91,8 +91,12 @@ class Sink:
 
 @dataclass(frozen=True)
 class Around:
-    """`sink` is the number of the sink that covers the address, from 1; 0 if none does. The gap is
-    [free_first, free_last]. `beside`: one in the same 2 MiB, where small pages are mapped at the address."""
+    """The surroundings of a fault's address.
+
+    `sink`: number of the sparse mapping that covers the address, from 1; 0 if none does. [free_first,
+    free_last]: the gap. `beside`: a sparse mapping in the same 2 MiB, where small pages are mapped at the
+    address.
+    """
 
     free_first: int = 0
     free_last: int = (1 << 64) - 1
@@ -105,12 +109,12 @@ class Around:
     beside: int = 0
 
     def holds(self, sink: Sink) -> bool:
-        """Whether the gap has all of a sink."""
+        """Return whether the gap contains the whole sparse mapping."""
         return self.free_first <= sink.base and sink.base + sink.bytes - 1 <= self.free_last
 
 
 def lost_table(fault: Fault, around: Around) -> bool:
-    """Whether what is mapped there has no effect, for want of the table that it shares with a sink."""
+    """Return whether the page table that the address shares with a sparse mapping is not linked."""
     mapped = around.range == Range.MAPPED and bool(around.beside)
     return mapped and fault.fault_type == UvmFaultType.INVALID_PDE
 
@@ -132,7 +136,7 @@ class Decision:
 
 
 def is_report(count: int) -> bool:
-    """The 1st, 2nd, 4th, 8th ... of a kind is told."""
+    """Return whether an event is reported: the 1st, 2nd, 4th, 8th ... of a kind are."""
     return bin(count).count("1") == 1
 
 
@@ -155,7 +159,7 @@ class Space:
     # Faults
 
     def fault(self, fault: Fault, around: Around, now: int, fails: bool = False) -> Decision:
-        """What becomes of a fault; the sink, if one is decided, is in force, or `fails`."""
+        """Decide about a fault. The mapping, if one is decided, takes effect unless `fails`."""
         mode = self.params.mode
         if not fault.fatal or mode not in (Mode.REPORT, Mode.ISOLATE):
             return Decision()
@@ -176,7 +180,7 @@ class Space:
         return self._stock(Action.REFUSED, Why.FAILED) if fails else self._sink(fault, around, now)
 
     def why_not(self, fault: Fault, around: Around) -> Why:
-        """The first reason against a sink, in the order in which reasons are told."""
+        """Return the first reason against absorbing the fault, in the policy's order."""
         sink = self.concerned(fault, around)
         later = sink is not None and sink.hits + (sink.batch != fault.batch) > LATER_BATCHES
         in_gap = around.free_first <= fault.page and fault.page + PAGE - 1 <= around.free_last
@@ -213,7 +217,7 @@ class Space:
         return next((why for holds, why in reasons if holds), Why.NONE)
 
     def concerned(self, fault: Fault, around: Around) -> Sink | None:
-        """The sink that ought to have kept the fault away."""
+        """Return the sparse mapping that should have prevented the fault."""
         if lost_table(fault, around):
             return self.sinks[around.beside - 1]
         sink = self.sinks[around.sink - 1] if around.sink else None
@@ -235,7 +239,7 @@ class Space:
         return Decision(Action.SUNK, Why.NONE, base, length, page_bytes, is_report(len(self.sinks)))
 
     def window(self, fault: Fault, around: Around) -> tuple[int, int]:
-        """Base and bytes of the widest window that may be sunk."""
+        """Return base and length [bytes] of the widest window that may be mapped."""
         widest = PAGE if around.hmm else min(WIDEST, BIG_PAGE * 2 ** len(self.sinks))
         lengths = [length for length in (BIG_PAGE << n for n in range(6)) if length <= widest]
         windows = [(fault.address // length * length, length) for length in lengths]
@@ -249,7 +253,7 @@ class Space:
     # Steps
 
     def deadline(self, now: int) -> Action:
-        """The step that is due."""
+        """Take the step that is due."""
         if not self.plan or now < self.due:
             return Action.NONE
         step = self.plan.pop(0)

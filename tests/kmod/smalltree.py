@@ -1,6 +1,6 @@
-"""A driver source of our own words: the few functions that the hooks look for, and nothing else.
+"""A small driver source written for the tests: the few functions that the hooks look for, and nothing else.
 
-The driver's shapes of before and from 570 on differ where the hooks must not mind; both are here.
+Both shapes of the driver are here, before and from 570, where they differ without effect on the hooks.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ PCI = "static int widen(dev_t *dev)\n{\n    return pci_resize_resource(dev, 1, s
 
 
 def make_tree(root: Path, version: str = "550.163.01", *, newer: bool = False) -> Path:
-    """Writes the tree below `root` and returns it; `newer`: as drivers from 570 on are."""
+    """Write the tree below `root` and return it. `newer`: in the shape of drivers from 570 on."""
     replayable = REPLAYABLE.format(
         parameters="fault_t *fault, mode_t mode" if newer else "uvm_gpu_t *gpu, fault_t *fault, mode_t mode",
         context="uvm_gpu_t *gpu = fault->gpu;" if newer else "uvm_push_t push;",

@@ -1,4 +1,4 @@
-"""mpsd-abi.h as a compiler takes it, against the Python reader: sizes, offsets, numbers, requests."""
+"""mpsd-abi.h as compiled, against the Python reader: sizes, offsets, numbers, requests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mpsd.base.model import Access, UvmFaultType, UvmReason
 from mpsd.gpu.nvidia import kernel_abi as abi
-from mpsd.model import Access, UvmFaultType, UvmReason
 from tests.kmod import native
 
 STRUCTS = {
@@ -34,7 +34,7 @@ DEFINES = {
     "MPSD_FLAG_ACKNOWLEDGED": abi.FLAG_ACKNOWLEDGED,
     "MPSD_FLAG_RELEASED": abi.FLAG_RELEASED,
 }
-# The header's own names of UVM's numbers that mpsd.model calls otherwise.
+# The header's names of UVM's numbers that mpsd.base.model names differently.
 OTHER_NAMES = {"VA_LIMIT": "LIMIT", "CC": "CONFIDENTIAL"}
 
 
@@ -54,7 +54,7 @@ def names(pattern: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Every size, offset and number that the header gives, as a program that includes it prints them."""
+    """Return every size, offset and number of the header, printed by a program that includes it."""
     asked: dict[str, str] = {}
     for structure in STRUCTS:
         asked[structure] = f"sizeof(struct {structure})"
@@ -112,7 +112,7 @@ def test_defines_and_what_is_unknown(compiled: dict[str, int]) -> None:
 
 
 def numbered(compiled: dict[str, int], prefix: str) -> dict[str, int]:
-    """NAME -> number of the header's enumerators that begin with `prefix`."""
+    """Map NAME to number, for the header's enumerators that begin with `prefix`."""
     found = {name.removeprefix(prefix): value for name, value in compiled.items() if name.startswith(prefix)}
     return {OTHER_NAMES.get(name, name): value for name, value in found.items() if name != "COUNT"}
 

@@ -1,4 +1,4 @@
-"""Where other suites are found is read from the machine's own apt configuration."""
+"""The machine's own apt configuration says where other suites are."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_files_that_apt_does_not_read_are_not_read(tmp_path: Path) -> None:
 
 
 def test_without_any_configuration_nothing_is_found(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match="names no Debian archive"):
+    with pytest.raises(Unavailable, match="has no Debian archive"):
         aptsources.debian(aptsources.read(tmp_path / "missing"))
 
 

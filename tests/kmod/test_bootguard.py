@@ -1,4 +1,4 @@
-"""At boot, patched modules of another driver than the installed one step aside, and no others."""
+"""At boot, patched modules of a driver that is not installed are disabled, and no others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINK = Path("etc/systemd/system/sysinit.target.wants") / bootguard.NAME
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Ours are installed, where systemd runs the machine; each module knows its version."""
+    """Our modules are installed, systemd runs the machine, and each module knows its version."""
     for name, value in add_programs(tmp_path).items():
         monkeypatch.setenv(name, value)
     (tmp_path / "parts/nvidia.ko").write_bytes(elf({"answer": 2}, {}, version=VERSION))
@@ -36,7 +36,7 @@ def upgrade(machine: Machine, version: str) -> None:
 
 
 def boot(machine: Machine) -> str:
-    """What the unit says."""
+    """Return the output of the unit."""
     line = [folder_of(machine, VERSION) / "mpsd" / bootguard.SCRIPT, RELEASE]
     return subprocess.run(line, capture_output=True, text=True, timeout=60.0, check=True).stdout
 
@@ -72,7 +72,7 @@ def test_of_the_same_driver_they_stay(machine: Machine) -> None:
 
 def test_of_another_driver_they_step_aside_and_an_install_brings_them_back(machine: Machine) -> None:
     upgrade(machine, "560.1")
-    assert f"driver 560.1 is installed, the patched modules are of {VERSION}" in boot(machine)
+    assert f"driver 560.1 is installed, the patched modules are {VERSION}" in boot(machine)
     assert found(machine) == machine.modules / RELEASE / STOCK
     assert boot(machine) == ""
     upgrade(machine, VERSION)

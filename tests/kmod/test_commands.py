@@ -1,4 +1,4 @@
-"""Somebody types the wrong thing, or has another run beside: a sentence says so, and nothing is lost."""
+"""A wrong command or a concurrent run gets an error of one sentence, and loses nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MPSD_KMOD = ROOT / "kmod_patches/mpsd-kmod"
 NOBODYS_HOME = {"PATH": os.environ["PATH"]}
 UNKNOWN_UID = 123456
 GONE = 2**22 + 1
-"""More than any process's number."""
+"""More than any pid."""
 
 
 def proof(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -47,7 +47,7 @@ def test_of_two_runs_in_a_tree_one_waits(tmp_path: Path) -> None:
         runs = [subprocess.Popen(line, stdout=subprocess.PIPE, text=True) for _ in range(2)]
         said = sorted(run.communicate(timeout=60.0)[0] for run in runs)
         assert [run.returncode for run in runs] == [0, 0]
-        assert [text.split(": ")[1] for text in said] == ["applied\n", "was applied already\n"]
+        assert [text.split(": ")[1] for text in said] == ["already applied\n", "applied\n"]
         assert command("status", root).stdout.endswith(": applied\n")
         assert command("reverse", root).returncode == 0
         assert contents(root) == before
@@ -66,7 +66,7 @@ def test_who_is_waited_for_is_named(tmp_path: Path) -> None:
             pytest.fail("both were alone")
         other.communicate("", timeout=60.0)
     with alone(tmp_path, 0.0):
-        assert holders(tmp_path) == "a process of somebody else's"
+        assert holders(tmp_path) == "a process of another user"
 
 
 def test_it_says_that_what_it_says_goes_nowhere() -> None:
@@ -75,7 +75,7 @@ def test_it_says_that_what_it_says_goes_nowhere() -> None:
             line = [sys.executable, str(MPSD_KMOD), *words]
             done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60.0)
             assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 1
-            # Where Python does not buffer, argparse takes no notice.
+            # If Python does not buffer, argparse ignores the error.
             if words == ["status"]:
                 assert (done.returncode, done.stderr.count("No space left on device")) == (1, 1)
 
@@ -104,7 +104,10 @@ def test_a_user_without_a_home_is_told_what_to_set() -> None:
 def test_a_suite_is_a_name(tmp_path: Path, suite: str) -> None:
     done = command("fetch", suite, tmp_path / "new", "--cache", tmp_path / "a/b/cache")
     assert done.returncode == 1
-    assert "no name of a suite" in done.stderr and "bookworm, trixie, sid, experimental" in done.stderr
+    assert (
+        "is not the name of a Debian suite" in done.stderr
+        and "bookworm, trixie, sid, experimental" in done.stderr
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -112,7 +115,7 @@ def test_a_folder_that_is_there_is_not_fetched_into(tmp_path: Path) -> None:
     done = command("fetch", "trixie", tmp_path)
     assert (done.returncode, done.stderr) == (
         1,
-        f"mpsd-kmod: {tmp_path} is there already; name a new folder\n",
+        f"mpsd-kmod: {tmp_path} exists already; name a new folder\n",
     )
 
 
@@ -123,7 +126,7 @@ def test_an_empty_file_and_one_that_is_gone_are_named(tmp_path: Path) -> None:
     file.write_text("")
     done = command("apply", root)
     assert done.returncode == 1 and done.stderr.startswith(
-        "mpsd-kmod: nvidia-uvm/uvm_va_space.c: 0 lines came"
+        "mpsd-kmod: nvidia-uvm/uvm_va_space.c: 0 lines added"
     )
     file.unlink()
     for verb in ("status", "apply"):
@@ -165,7 +168,7 @@ def test_what_a_killed_run_has_left_goes(tmp_path: Path) -> None:
 
 def test_the_proof_refuses_what_it_could_not_write(tmp_path: Path) -> None:
     done = proof("--write", tmp_path / "file", "--cache", tmp_path)
-    assert done.returncode == 2 and "--write is for what guests say" in done.stderr
+    assert done.returncode == 2 and "--write needs output of guests" in done.stderr
     done = proof("--boot", "trixie", "--write", tmp_path / "nowhere/file", "--cache", tmp_path)
     assert done.returncode == 2 and "No such file or directory" in done.stderr
     assert "Traceback" not in done.stderr
@@ -176,8 +179,13 @@ def test_the_proof_refuses_a_kernel_that_is_not_there(tmp_path: Path) -> None:
     assert done.returncode == 2 and "no kernel headers for nope" in done.stderr
 
 
+def test_a_part_is_of_ci_alone(tmp_path: Path) -> None:
+    done = proof("--full", "--part", "build", "--cache", tmp_path)
+    assert (done.returncode, done.stderr) == (2, "test-kmod: --part is for --ci alone\n")
+
+
 def test_a_cache_that_cannot_be_written_is_named_in_each_row(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = proof("--cache", tmp_path / "file")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stdout.count("its source is not to be had in") == 4
+    assert done.stdout.count("its source is unavailable in") == 4

@@ -1,6 +1,6 @@
-"""The real dkms, Coccinelle and kernel headers, with a driver of two tiny modules: built, found first, gone.
+"""The real dkms, Coccinelle and kernel headers, with a driver of two tiny modules.
 
-Everything lies below a folder of the test; nothing is loaded.
+Every file is below a folder of the test; no module is loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kmod.build import Kernel, kernel
 from kmod.changes import have_spatch
 from kmod.dkms import Module
 from kmod.errors import KmodError, Unavailable
-from kmod.install import Wish, check, perform, plan_install, plan_uninstall, resolved
+from kmod.install import InstallRequest, check, perform, plan_install, plan_uninstall, resolved
 from kmod.installtrial import furnish, try_install
 from kmod.machine import Machine
 from kmod.placed import kernels
@@ -71,7 +71,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(boo
 
 
 @pytest.fixture
-def wish(tmp_path: Path) -> tuple[Machine, Wish]:
+def wish(tmp_path: Path) -> tuple[Machine, InstallRequest]:
     machine, found = Machine(tmp_path / "root"), kernel()
     folder = furnish(machine, found.release)
     tree = find(add_source(machine))
@@ -80,10 +80,10 @@ def wish(tmp_path: Path) -> tuple[Machine, Wish]:
     with (tree.root / "Kbuild").open("a") as file:
         file.write(KBUILD)
     (tree.root / "Makefile").write_text(MAKEFILE.format(headers=folder / "build"))
-    return machine, Wish(tree, Kernel(found.release, found.headers))
+    return machine, InstallRequest(tree, Kernel(found.release, found.headers))
 
 
-def steps(machine: Machine, given: Wish) -> None:
+def steps(machine: Machine, given: InstallRequest) -> None:
     perform(plan_install(machine, given), print)
 
 
@@ -99,10 +99,10 @@ def dkms_says(machine: Machine) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60.0).stdout
 
 
-def test_both_modules_are_built_found_first_and_gone_again(wish: tuple[Machine, Wish]) -> None:
+def test_both_modules_are_built_found_first_and_gone_again(wish: tuple[Machine, InstallRequest]) -> None:
     machine, given = wish
     release = given.kernel.release
-    # The stock ones of the same names, where dkms would write ours too.
+    # The stock modules of the same names, where dkms would write ours too.
     stock = machine.modules / release / "updates/dkms"
     steps(machine, given)
     for path in machine.ours(release).iterdir():
@@ -125,14 +125,14 @@ def test_both_modules_are_built_found_first_and_gone_again(wish: tuple[Machine, 
 
 
 def dkms_itself(machine: Machine, *words: str) -> None:
-    """As the hooks of the distribution's kernel packages call it."""
+    """Call dkms as the hooks of the distribution's kernel packages do."""
     command = ["dkms", "--dkmstree", str(machine.dkms_tree), "--sourcetree", str(machine.sources)]
     command += ["--installtree", str(machine.modules), *words, "--no-depmod"]
     environment = {**os.environ, "sign_file": "/nonexistent"}
     subprocess.run(command, timeout=300.0, stdin=subprocess.DEVNULL, env=environment, check=True)
 
 
-def test_a_kernel_that_comes_and_goes_gets_and_loses_ours(wish: tuple[Machine, Wish]) -> None:
+def test_a_kernel_that_comes_and_goes_gets_and_loses_ours(wish: tuple[Machine, InstallRequest]) -> None:
     machine, given = wish
     release = given.kernel.release
     which = ("-m", "mpsd-nvidia", "-v", "550.163.01", "-k", release)
@@ -143,13 +143,13 @@ def test_a_kernel_that_comes_and_goes_gets_and_loses_ours(wish: tuple[Machine, W
     machine.depmod(release)
     check(machine, release, NAMES)
     dkms_itself(machine, "unbuild", *which)
-    # The driver was upgraded: its new source has another name, and the stock modules are what fits.
+    # The driver was upgraded: its new source has another name, and only the stock modules fit.
     given.tree.root.rename(given.tree.root.with_name("nvidia-current-open-560.1"))
     dkms_itself(machine, "autoinstall", "-k", release)
     assert not machine.ours(release).exists()
 
 
-def test_a_run_after_dkms_itself_removed_all_begins_anew(wish: tuple[Machine, Wish]) -> None:
+def test_a_run_after_dkms_itself_removed_all_begins_anew(wish: tuple[Machine, InstallRequest]) -> None:
     machine, given = wish
     steps(machine, given)
     dkms_itself(machine, "remove", "-m", "mpsd-nvidia", "-v", "550.163.01", "-k", given.kernel.release)
@@ -157,8 +157,8 @@ def test_a_run_after_dkms_itself_removed_all_begins_anew(wish: tuple[Machine, Wi
     check(machine, given.kernel.release, NAMES)
 
 
-def test_the_trial_sees_what_it_says(wish: tuple[Machine, Wish], tmp_path: Path) -> None:
-    """A source whose dkms.conf is a form, as the published one's is: its folders are its modules then."""
+def test_the_trial_sees_what_it_says(wish: tuple[Machine, InstallRequest], tmp_path: Path) -> None:
+    """The published source has a template as dkms.conf: its folders are its modules then."""
     machine, given = wish
     (given.tree.root / "dkms.conf").write_text("# a form\n__DKMS_MODULES\n")
     steps(machine, given)
@@ -171,13 +171,15 @@ def test_the_trial_sees_what_it_says(wish: tuple[Machine, Wish], tmp_path: Path)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is missing")
-def test_modules_are_signed_with_the_key_that_is_named(wish: tuple[Machine, Wish], tmp_path: Path) -> None:
+def test_modules_are_signed_with_the_key_that_is_named(
+    wish: tuple[Machine, InstallRequest], tmp_path: Path
+) -> None:
     machine, given = wish
     key, certificate = tmp_path / "a key", tmp_path / "cert"
     command = ["openssl", "req", "-new", "-x509", "-nodes", "-subj", "/CN=a test", "-newkey", "rsa:2048"]
     command += ["-keyout", str(key), "-outform", "DER", "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True, timeout=60.0)
-    signed = Wish(given.tree, given.kernel, given_key(key, certificate))
+    signed = InstallRequest(given.tree, given.kernel, given_key(key, certificate))
     steps(machine, signed)
     check(machine, given.kernel.release, NAMES)
     shown = subprocess.run(

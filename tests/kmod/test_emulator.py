@@ -1,4 +1,4 @@
-"""The rig around the virtual machine: what the guest says, what is packed for it, what its stub is."""
+"""The harness around the virtual machine: messages of the guest, its disk image, its stub."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from emulator import image, stub, vm
 from emulator.guest.check import Check
-from emulator.lines import Line, Word, encode, parse
+from emulator.lines import Line, MessageKind, encode, parse
 from kmod.errors import KmodError
 
 NAMES = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1)
 LINES = st.one_of(
-    st.builds(Line, st.sampled_from([Word.PASS, Word.FAIL]), NAMES, st.text()),
-    st.builds(Line, st.just(Word.BEGIN), NAMES),
-    st.just(Line(Word.DONE)),
+    st.builds(Line, st.sampled_from([MessageKind.PASS, MessageKind.FAIL]), NAMES, st.text()),
+    st.builds(Line, st.just(MessageKind.BEGIN), NAMES),
+    st.just(Line(MessageKind.DONE)),
 )
 
 
@@ -35,9 +35,9 @@ def test_a_line_comes_back_as_it_was_said(line: Line) -> None:
 @given(LINES, st.integers(0, 200))
 def test_a_line_that_is_cut_off_is_none(line: Line, kept: int) -> None:
     cut = encode(line)[:-1][:kept]
-    # A name that lost its end is still a name; whatever says how a check ended must be whole.
+    # A truncated name is still a name; a line that says how a check ended must be whole.
     found = parse(cut)
-    assert found is None or cut == encode(line)[:-1] or found.word in (Word.BEGIN,)
+    assert found is None or cut == encode(line)[:-1] or found.word in (MessageKind.BEGIN,)
 
 
 @pytest.mark.parametrize("text", ["", "[ 1.0] BUG: oops", "mpsd-vm1", "mpsd-vm2 done", "mpsd-vm1 pass x 1"])
@@ -53,7 +53,7 @@ CHECKS = tuple(Check(name, never, deadline_s=0.0) for name in ("a", "b", "c"))
 
 
 def collected(*said: Line, ends: bool = True) -> list[tuple[str, bool, str, bool]]:
-    """What the host makes of lines; `ends`: the guest closes its port behind them."""
+    """Return what the host makes of lines; `ends`: the guest closes its port behind them."""
     read_end, write_end = os.pipe()
     try:
         for line in said:
@@ -70,11 +70,17 @@ def collected(*said: Line, ends: bool = True) -> list[tuple[str, bool, str, bool
 
 
 def passed(name: str) -> Line:
-    return Line(Word.PASS, name, "fine")
+    return Line(MessageKind.PASS, name, "fine")
 
 
 def test_every_check_has_its_own_result() -> None:
-    said = [passed("a"), Line(Word.BEGIN, "b"), Line(Word.FAIL, "b", "why"), passed("c"), Line(Word.DONE)]
+    said = [
+        passed("a"),
+        Line(MessageKind.BEGIN, "b"),
+        Line(MessageKind.FAIL, "b", "why"),
+        passed("c"),
+        Line(MessageKind.DONE),
+    ]
     assert collected(*said) == [
         ("a", True, "fine", True),
         ("b", False, "why", True),
@@ -83,9 +89,9 @@ def test_every_check_has_its_own_result() -> None:
 
 
 def test_a_missing_line_is_a_failure() -> None:
-    found = collected(passed("a"), Line(Word.DONE))
+    found = collected(passed("a"), Line(MessageKind.DONE))
     assert found[1:] == [
-        ("b", False, "the guest said no more instead", False),
+        ("b", False, "the guest sent nothing instead", False),
         ("c", False, "not reached", False),
     ]
 
@@ -96,7 +102,7 @@ def test_a_line_out_of_turn_is_a_failure() -> None:
 
 def test_silence_is_a_failure_at_the_deadline() -> None:
     begun = time.monotonic()
-    found = collected(Line(Word.BEGIN, "a"), ends=False)
+    found = collected(Line(MessageKind.BEGIN, "a"), ends=False)
     assert [result[1:3] for result in found] == [
         (False, "no answer within 0 s"),
         *[(False, "not reached")] * 2,

@@ -1,4 +1,4 @@
-"""The patch goes into a driver source as a whole or not at all, and comes out to the byte."""
+"""The patch goes into a driver source as a whole or not at all, and is removed without a trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN = "mpsd-one.c"
 
 
 def puts_in(semantic_patch: Path, source: Path) -> str:
-    """What a semantic patch that fits does, without Coccinelle: each call once, at the file's end."""
+    """Do what a fitting semantic patch does, without Coccinelle: each call once, at the file's end."""
     (change,) = [hook for hook in (*HOOKS, PCI_RESIZE) if hook.semantic_patch.endswith(semantic_patch.name)]
     if change is PCI_RESIZE:
         return read(source).replace("size_of(dev))", "size_of(dev), 0)")
@@ -104,7 +104,7 @@ def test_what_comes_out_is_newer_than_what_was_compiled(tree: Tree, patch: Patch
 
 def test_a_hook_that_no_longer_matches_changes_nothing(tree: Tree, patch: Patch) -> None:
     before = contents(tree.root)
-    with pytest.raises(HookMismatch, match=r"0 lines came .* must be 4 .*nothing was changed"):
+    with pytest.raises(HookMismatch, match=r"0 lines added .* instead of 4 .*nothing was changed"):
         hooks.apply(tree, patch, does_nothing)
     assert contents(tree.root) == before
 
@@ -114,13 +114,13 @@ def test_a_call_that_comes_twice_is_a_mismatch(tree: Tree) -> None:
         return read(source) + f"{INCLUDE}\nmpsd_init();\nmpsd_init();\n"
 
     (change,) = [hook for hook in HOOKS if hook.file.endswith("/uvm.c")]
-    with pytest.raises(HookMismatch, match=r"mpsd_init\(\) was put in 2 times.*mpsd_exit\(\) was put in 0"):
+    with pytest.raises(HookMismatch, match=r"mpsd_init\(\) was added 2 times.*mpsd_exit\(\) was added 0"):
         changed(tree.root, change, twice)
 
 
 def test_a_line_that_goes_is_a_mismatch(tree: Tree) -> None:
     change = Change("nvidia-uvm/uvm.c", "hooks/uvm.cocci", 1, ())
-    with pytest.raises(HookMismatch, match="1 lines came and 1 went"):
+    with pytest.raises(HookMismatch, match="1 lines added and 1 removed"):
         changed(tree.root, change, lambda _, source: read(source).replace("return 0;", "return 1;"))
 
 
@@ -167,7 +167,7 @@ def test_hooks_of_somebody_elses_are_refused(tree: Tree, patch: Patch) -> None:
     assert hooks.state(tree, patch) is State.FOREIGN
     with pytest.raises(UnknownTree, match="fresh copy"):
         hooks.apply(tree, patch, puts_in)
-    with pytest.raises(UnknownTree, match="no notes"):
+    with pytest.raises(UnknownTree, match="no record of the original files"):
         hooks.reverse(tree)
 
 
@@ -232,7 +232,8 @@ def test_the_semantic_patches_fit_old_and_new_shapes(tmp_path: Path, patch: Patc
         "(gpu, fault->va_space, fault, buffer->batch_service_context.batch_id))\n        return NV_OK"
         in faults
     )
-    # Trackers hear of no fatal fault where it is sunk: they take it that the whole channel group is lost.
+    # The driver must not report an absorbed fault as fatal: trackers take a fatal fault for the loss of the
+    # whole channel group.
     assert faults.index("mpsd_isolate_replayable(") < faults.index("uvm_tools_record_gpu_fatal_fault(")
     assert faults.index("mpsd_orphan(gpu, current);") < faults.index("push_cancel_on_gpu_targeted(")
     module = (tree.root / "nvidia-uvm/uvm.c").read_text()

@@ -1,4 +1,4 @@
-"""What of a disassembly is a function's own, and what only says where things lie."""
+"""The part of a disassembly that is a function's own, and the part that only says where things are."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Installing puts the patched modules before the stock ones, uninstalling takes them away.
 
-Long because each step of both is killed, and what else may be half there is tried.
+Each step of both is killed, and other half-done states are tried.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kmod.changes import INCLUDE
 from kmod.dkms import Dkms, Module, module_set
 from kmod.errors import KmodError, Unavailable
 from kmod.install import (
+    InstallRequest,
     Manifest,
-    Wish,
     check,
     folder_of,
     perform,
@@ -66,7 +66,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     assert contents(made.sources / f"nvidia-current-open-{VERSION}") == source
 
 
-# As those say it whose module directory is /usr/lib/modules.
+# The output of a modprobe that has the module directory /usr/lib/modules.
 MODPROBE_OF_USR = """\
 #!/bin/sh
 said=$({real} "$@") || exit
@@ -121,7 +121,7 @@ def assert_gone(machine: Machine) -> None:
 
 
 def killed(act: int, steps: object, name: str = "") -> None:
-    """Does the steps in a child that is killed before step `act`, or in the middle of dkms' verb `name`."""
+    """Take the steps in a child that is killed before step `act`, or in the middle of dkms' verb `name`."""
     child = os.fork()
     if child == 0:
         count = 0
@@ -201,7 +201,7 @@ def test_an_uninstall_that_was_killed_inside_dkms_is_finished(machine: Machine) 
 
 
 def test_what_cannot_be_put_in_its_place_is_not_left_where_dkms_put_it(machine: Machine) -> None:
-    """dkms goes on and indexes it, and the kernel would load it beside the driver's own."""
+    """dkms continues and indexes it, and the kernel would load it beside the driver's own."""
     install(machine)
     stock = machine.modules / RELEASE / "updates/dkms"
     for module in NAMES:
@@ -285,7 +285,7 @@ def test_a_build_that_fails_for_one_kernel_leaves_ours_for_the_other(
     shutil.copytree(machine.modules / RELEASE / "build", machine.modules / other / "build")
     monkeypatch.setenv("FAIL", "1")
     given = wish(machine)
-    given = Wish(given.tree, Kernel(other, given.kernel.headers))
+    given = InstallRequest(given.tree, Kernel(other, given.kernel.headers))
     with pytest.raises(KmodError, match="the compiler says no"):
         perform(plan_install(machine, given), quiet)
     roll_back(machine, other, quiet)
@@ -326,7 +326,7 @@ def test_a_disk_that_is_too_small_is_named_before_anything_is_done(machine: Mach
     big = wish(machine).tree.root / "nvidia/big"
     with big.open("wb") as file:
         file.truncate(1 << 43)
-    with pytest.raises(KmodError, match=r"usr/src has \d+ MiB free, and the build needs about 41943\d+ MiB"):
+    with pytest.raises(KmodError, match=r"usr/src has \d+ MiB free, but the build needs about 41943\d+ MiB"):
         require(machine, wish(machine))
     big.unlink()
 
@@ -347,7 +347,7 @@ def test_the_mend_for_some_kernels_is_chosen_when_it_is_built(machine: Machine, 
 
 
 def placed(machine: Machine, files: dict[str, bytes]) -> dict[str, bytes]:
-    """What lies in our folder after dkms has installed these and run our script."""
+    """Return the files in our folder after dkms has installed these and run our script."""
     folder = machine.modules / RELEASE / "updates/dkms"
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -373,7 +373,7 @@ def test_what_is_to_be_signed_is_decompressed_before(machine: Machine, tmp_path:
     key.write_text("")
     certificate.write_text("")
     given = wish(machine)
-    signed = Wish(given.tree, given.kernel, given_key(key, certificate))
+    signed = InstallRequest(given.tree, given.kernel, given_key(key, certificate))
     with pytest.raises(Unavailable, match=r"--sign: .*sign-file is missing"):
         require(machine, signed)
     tool = machine.modules / RELEASE / "build/scripts/sign-file"
@@ -400,7 +400,7 @@ def test_the_set_of_modules_is_the_source_s_own(machine: Machine) -> None:
     conf = tree.root / "dkms.conf"
     before = conf.read_text()
     conf.write_text("BUILT_MODULE_NAME[0]=nvidia\n")
-    with pytest.raises(KmodError, match="builds no nvidia-uvm"):
+    with pytest.raises(KmodError, match="does not build nvidia-uvm"):
         module_set(tree)
     conf.write_text("# a form\n__DKMS_MODULES\n")
     assert module_set(tree) == (Module("nvidia", "nvidia"), Module("nvidia-uvm", "nvidia-uvm"))

@@ -102,7 +102,7 @@ def test_ours_that_do_not_load_leave_the_stock_ones_loaded(
 ) -> None:
     load(machine, LOADED)
     monkeypatch.setenv("REFUSE", OURS + "-uvm")
-    said = r"(?s)Key was rejected.*The driver's own are loaded again.*uninstall --next-boot"
+    said = r"(?s)Key was rejected.*The driver's own modules are loaded again.*uninstall --next-boot"
     with pytest.raises(KmodError, match=said):
         load_ours(machine)
     assert log(machine) == [*UNLOADED, came(OURS)[0], "unload nvidia", *came(STOCK)]
@@ -113,7 +113,7 @@ def test_ours_that_do_not_load_leave_nothing_where_nothing_was(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REFUSE", OURS + "-uvm")
-    with pytest.raises(KmodError, match=r"(?s)Key was rejected.*Nothing is loaded, as before"):
+    with pytest.raises(KmodError, match=r"(?s)Key was rejected.*No driver module is loaded, as before"):
         load_ours(machine)
     assert use(machine).loaded == ()
 
@@ -137,7 +137,9 @@ def test_stock_modules_that_do_not_load_leave_ours_loaded(
 ) -> None:
     load(machine, LOADED, ours=True)
     monkeypatch.setenv("REFUSE", STOCK + "-uvm")
-    said = r"(?s)the driver's own modules do not load: .*Key was rejected.*The patched ones are loaded again"
+    said = (
+        r"(?s)cannot load the driver's own modules: .*Key was rejected.*The patched modules are loaded again"
+    )
     with pytest.raises(KmodError, match=said):
         load_stock(machine)
     assert log(machine) == [*UNLOADED, came(STOCK)[0], "unload nvidia", *came(OURS)]
@@ -149,12 +151,12 @@ def test_what_cannot_be_put_back_either_is_said_with_both_reasons(
 ) -> None:
     load(machine, LOADED)
     monkeypatch.setenv("REFUSE", "-uvm")
-    said = r"(?s)patched modules do not load: .*Key was.*be loaded again: .*Key was.*mpsd-kmod status"
+    said = r"(?s)load the patched modules: .*Key was.*be loaded either: .*Key was.*mpsd-kmod status"
     with pytest.raises(KmodError, match=said):
         load_ours(machine)
     monkeypatch.delenv("REFUSE")
     log(machine)
-    # Nothing is loaded, or half of it: what there was is known all the same.
+    # No module or only one is loaded, but the plan to load the earlier modules is known.
     load_stock(machine)
     assert log(machine)[-2:] == came(STOCK) and len(use(machine).loaded) == 2
 
@@ -171,7 +173,7 @@ def test_a_rule_that_asks_for_nvidia_uvm_when_nvidia_comes_does_not_bring_ours(
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_an_exchange_that_was_killed_is_finished_either_way(machine: Machine, ours: bool) -> None:
-    """With nothing loaded, nothing says of itself what was."""
+    """With no module loaded, only the saved plan says which were loaded before."""
     load(machine, LOADED)
     steps = plan_load(machine, use(machine), manifest(machine))
     perform(steps[:-1], quiet)
@@ -184,7 +186,7 @@ def test_an_exchange_that_was_killed_is_finished_either_way(machine: Machine, ou
 
 
 def test_what_was_to_be_loaded_and_is_loaded_by_now_is_nothing_to_do(machine: Machine) -> None:
-    """After a kill somebody else, a CUDA program say, loaded the driver; and uses it."""
+    """After the kill another program, for example a CUDA program, loaded the driver, and uses it."""
     load(machine, LOADED)
     perform(plan_load(machine, use(machine), manifest(machine))[:-1], quiet)
     load(machine, LOADED, ours=True)
@@ -246,7 +248,7 @@ def test_what_could_not_be_put_back_is_not_unloaded_for_ours(machine: Machine) -
 
 def test_half_of_ours_is_not_loaded(machine: Machine) -> None:
     (machine.ours(RELEASE) / "nvidia-current-open-uvm.ko").unlink()
-    with pytest.raises(KmodError, match=r"does not find the patched modules.*which is gone"):
+    with pytest.raises(KmodError, match=r"does not find the patched modules.*which does not exist"):
         plan_load(machine, use(machine), manifest(machine))
 
 
@@ -261,6 +263,6 @@ def test_the_view_without_ours_has_all_else(machine: Machine) -> None:
 
 
 def test_below_another_root_nothing_of_this_machine_is_started(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match="nothing of this machine's is loaded"):
+    with pytest.raises(Unavailable, match="this machine's programs are not used"):
         Machine(tmp_path).kernel_program("rmmod")
     assert Machine().kernel_program("rmmod") == "rmmod"

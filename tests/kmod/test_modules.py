@@ -1,4 +1,4 @@
-"""What is loaded and who uses it, read from a /proc and a /sys of our own."""
+"""Loaded modules and the processes that use them, read from a /proc and a /sys of the test."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def test_modules_that_are_not_the_driver_s_and_users_that_are_nobody_are_named(m
     assert found.unexplained == ("nvidia_uvm",)
     assert found.busy
     text = "\n".join(found.lines())
-    assert "held by module gdrdrv" in text and "nvidia_uvm has users that are no process seen here" in text
+    assert "held by module gdrdrv" in text and "nvidia_uvm has users that are not visible here" in text
 
 
 def test_a_name_like_the_driver_s_makes_no_module_the_driver_s(machine: Machine) -> None:
-    """The kernel's own are no driver that is loaded; another package's would not be loaded again."""
+    """The kernel's own modules do not count; a module of another package would not be loaded again."""
     (machine.proc / "modules").write_text("nvidia_wmi_ec_backlight 10 0 - Live 0x0000000000000000\n")
     assert use(machine).loaded == ()
     load(machine, ["nvidia_fs 10 0 -", "nvidia_uvm 10 0 -", "nvidia 10 2 nvidia_uvm,nvidia_fs,"])
@@ -115,7 +115,7 @@ def test_loaded_and_unused_is_not_busy(machine: Machine) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 def test_processes_that_may_not_be_looked_at_are_counted() -> None:
     with tempfile.TemporaryDirectory() as made:
-        Path(made).chmod(0o755)  # pytest's own folders are closed to others.
+        Path(made).chmod(0o755)  # pytest's own folders are closed to other users.
         machine = make_machine(Path(made) / "root")
         load(machine, SET)
         add_process(machine, 70, "hidden", [])
@@ -124,12 +124,12 @@ def test_processes_that_may_not_be_looked_at_are_counted() -> None:
         if child == 0:
             os.setuid(65534)
             found = use(machine)
-            told = any("1 processes could not be looked at" in line for line in found.lines())
+            told = any("1 processes are not readable" in line for line in found.lines())
             os._exit(0 if found.hidden == 1 and told else 1)
         assert os.waitpid(child, 0)[1] == 0
 
 
 def test_this_machine_is_read_without_a_fake() -> None:
-    """Whatever is loaded here: the lists agree, and nothing is raised."""
+    """With any modules loaded on this machine the lists agree, and no function raises."""
     found = use(Machine())
     assert set(unload_order(found.loaded)) == {module.name for module in found.loaded}

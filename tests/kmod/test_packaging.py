@@ -1,4 +1,4 @@
-"""The verbs as somebody types them: refusals with who is in the way, dry runs, JSON, errors in a sentence."""
+"""The verbs as an operator types them: refusals that name the users, dry runs, JSON, one-sentence errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = needs_kmod
 
 
 class Typed:
-    """A machine, and what mpsd-kmod says to it."""
+    """A machine, and the output of mpsd-kmod on it."""
 
     def __init__(self, folder: Path) -> None:
         self.environment: dict[str, str] = add_programs(folder)
@@ -71,11 +71,11 @@ def busy(machine: Machine) -> None:
 
 
 def test_there_and_back(typed: Typed) -> None:
-    assert typed("status").stdout.startswith("installed: nothing of ours\nloaded: no nvidia module\n")
+    assert typed("status").stdout.startswith("installed: no patched modules\nloaded: no nvidia module\n")
     done = typed("install")
     assert (done.returncode, done.stderr) == (0, "")
     assert "update-initramfs" in done.stdout
-    assert typed("install").stdout == "installed already\n"
+    assert typed("install").stdout == "already installed\n"
     said = typed("status").stdout
     assert f"kernel {RELEASE}: the patched modules come first" in said
     done = typed("load")
@@ -103,11 +103,11 @@ def test_a_dry_run_tells_each_step_and_does_none(typed: Typed) -> None:
 
 
 def test_what_was_not_built_is_half_of_an_install(typed: Typed) -> None:
-    """As a kill in the middle leaves it."""
+    """A kill in the middle of an install leaves it like this."""
     assert typed("install").returncode == 0
     for link in (typed.machine.dkms_tree / "mpsd-nvidia").glob("kernel-*"):
         link.unlink()
-    assert "half of an install; run install or uninstall once more" in typed("status").stdout
+    assert "incomplete install; run install or uninstall again" in typed("status").stdout
     (installed,) = typed.value("status")["installed"]  # type: ignore[misc]
     assert installed["whole"] is False
 
@@ -137,7 +137,7 @@ def test_a_loaded_driver_is_not_pulled_from_under_its_users(typed: Typed) -> Non
     done = typed("install", "--next-boot")
     assert done.returncode == 0 and "takes effect at the next boot" in done.stdout
     assert typed("load").returncode == 1
-    # The stock ones are what is loaded: without ours, what is loaded later fits them.
+    # The stock modules are loaded: without ours, modules loaded later fit them.
     assert typed("uninstall").returncode == 0
     assert contents(typed.machine.root).keys() == before.keys()
 
@@ -147,7 +147,7 @@ def test_the_patched_modules_are_not_taken_from_under_their_users(typed: Typed) 
     load(typed.machine, ["nvidia_uvm 1 1 -", "nvidia 1 1 nvidia_uvm,"], ours=True)
     done = typed("uninstall")
     assert done.returncode == 1 and "mpsd-kmod unload first" in done.stderr
-    # Another build takes out that of every kernel first, whichever it is for.
+    # Another build first removes the build of every kernel, whichever it is for.
     (typed.machine.sources / f"nvidia-current-open-{VERSION}/nvidia/nv.c").write_text(
         'MODULE_LICENSE("Dual MIT/GPL"); // mended\n'
     )
@@ -158,12 +158,12 @@ def test_the_patched_modules_are_not_taken_from_under_their_users(typed: Typed) 
     assert f"kernel {RELEASE}: the patched modules come first" in typed("status").stdout
     done = typed("uninstall", "--next-boot")
     assert done.returncode == 0 and "update-initramfs" in done.stdout
-    assert "takes effect at the next boot; what is loaded stays" in done.stdout
+    assert "takes effect at the next boot; loaded modules stay" in done.stdout
 
 
 @pytest.mark.parametrize("words", [(), ("--json",)], ids=["text", "json"])
 def test_nobody_has_to_listen(typed: Typed, words: tuple[str, ...]) -> None:
-    """A connection that is lost does not end an install half-way, nor take it out again."""
+    """A lost connection does not end an install half-way, nor remove its result."""
     read, write = os.pipe()
     os.close(read)
     line = [sys.executable, "-u", str(COMMAND), "install", "--root", str(typed.machine.root), *words]
@@ -172,7 +172,7 @@ def test_nobody_has_to_listen(typed: Typed, words: tuple[str, ...]) -> None:
             line, stdout=nobody, stderr=subprocess.PIPE, timeout=110.0, env=typed.environment
         )
     assert (done.returncode, done.stderr) == (0, b"")
-    assert typed("install").stdout == "installed already\n"
+    assert typed("install").stdout == "already installed\n"
 
 
 def test_who_breaks_it_off_gets_a_sentence(
@@ -185,7 +185,7 @@ def test_who_breaks_it_off_gets_a_sentence(
     monkeypatch.setattr(packaging.modules, "use", broken_off)
     monkeypatch.setattr("kmod.__main__.end_when_told", lambda: None)
     assert main() == 130
-    assert "the same command goes on with it" in capsys.readouterr().err
+    assert "run the same command again to continue" in capsys.readouterr().err
 
 
 def test_a_source_s_state_as_json(typed: Typed) -> None:
@@ -212,7 +212,7 @@ def test_another_kernel_is_no_matter_of_what_is_loaded(typed: Typed) -> None:
 
 
 def test_users_are_listed(typed: Typed) -> None:
-    assert typed("users").stdout == "no module of the driver is loaded\n"
+    assert typed("users").stdout == "no driver module is loaded\n"
     assert typed.value("users")["busy"] is False
     busy(typed.machine)
     assert "process 70" in typed("users").stdout
@@ -241,20 +241,20 @@ def test_a_driver_that_was_upgraded_is_told(typed: Typed) -> None:
     add_source(typed.machine, "560.1")
     old = typed.machine.sources / f"nvidia-current-open-{VERSION}"
     old.rename(typed.machine.root / "gone")
-    assert "is gone or another version: run install again" in typed("status").stdout
-    # What is loaded meanwhile are the patched modules of the old one: they come first still.
+    assert "is missing or has another version: run install again" in typed("status").stdout
+    # Meanwhile the loaded modules are the patched ones of the old driver: they still come first.
     stock = typed.machine.modules / RELEASE / "updates/dkms/nvidia-current-open.ko"
     stock.write_bytes(elf({"answer": 1}, {}, version="560.1"))
     load(typed.machine, ["nvidia_uvm 1 0 -", "nvidia 1 1 nvidia_uvm,"], ours=True)
-    assert f"kernel {RELEASE} has driver 560.1 now, and its libraries refuse" in typed("status").stdout
+    assert f"kernel {RELEASE} now has driver 560.1, whose libraries refuse" in typed("status").stdout
     done = typed("load")
-    assert done.returncode == 1 and "/mpsd-kmod install` makes them anew" in done.stderr
+    assert done.returncode == 1 and "/mpsd-kmod install` to build them again" in done.stderr
     assert typed("install", "--next-boot").stderr == "" and "560.1, patched" in typed("status").stdout
 
 
 def test_half_an_install_is_told(typed: Typed) -> None:
     (typed.machine.sources / f"mpsd-nvidia-{VERSION}").mkdir()
-    assert "half of an install" in typed("status").stdout
+    assert "incomplete install" in typed("status").stdout
 
 
 def test_a_version_that_was_not_tried_is_tried_and_said_so(typed: Typed) -> None:
@@ -262,7 +262,7 @@ def test_a_version_that_was_not_tried_is_tried_and_said_so(typed: Typed) -> None
     add_source(typed.machine, "999.1")
     old.rename(typed.machine.root / "gone")
     done = typed("install")
-    assert done.returncode == 0 and "driver 999.1 is not one that the patch was tested with" in done.stdout
+    assert done.returncode == 0 and "driver 999.1 is not tested with this patch" in done.stdout
 
 
 def test_the_source_of_another_driver_than_is_installed_is_refused(typed: Typed) -> None:
@@ -271,11 +271,11 @@ def test_the_source_of_another_driver_than_is_installed_is_refused(typed: Typed)
     stock = typed.machine.modules / RELEASE / "updates/dkms/nvidia-current-open.ko"
     stock.write_bytes(elf({"answer": 1}, {}, version=VERSION))
     done = typed("install", "--tree", other, "--next-boot")
-    assert done.returncode == 1 and f"is driver 999.1, and what is installed for {RELEASE} is" in done.stderr
+    assert done.returncode == 1 and "is driver 999.1, but " in done.stderr
     assert not list(typed.machine.sources.glob("*mpsd*")) and not typed.machine.depmod_settings.exists()
     own = typed.machine.sources / f"nvidia-current-open-{VERSION}"
     assert typed("install", "--tree", str(own)).returncode == 0
-    # Ours are not taken for what is installed: the driver was upgraded beside them.
+    # Our modules do not count as the installed driver: the driver was upgraded beside them.
     stock.write_bytes(elf({"answer": 1}, {}, version="999.1"))
     assert typed("install", "--tree", other).returncode == 0
 
@@ -293,13 +293,13 @@ def test_what_the_hooks_do_not_fit_is_taken_out_again(typed: Typed) -> None:
 def test_a_build_that_fails_is_taken_out_again(typed: Typed) -> None:
     done = typed("install", FAIL="1")
     assert done.returncode == 1 and "the compiler says no" in done.stderr
-    assert "taking out again: dkms: forget" in done.stdout
-    assert "The whole log of the build: " in done.stderr and "/run/mpsd-kmod/make.log" in done.stderr
+    assert "reverting: dkms: remove" in done.stdout
+    assert "Complete log of the build: " in done.stderr and "/run/mpsd-kmod/make.log" in done.stderr
     assert not list(typed.machine.sources.glob("*mpsd*")) and not typed.machine.depmod_settings.exists()
 
 
 def test_a_disk_that_is_full_is_one_sentence(typed: Typed, tmp_path: Path) -> None:
-    """Where a folder must be is a file: what cannot be written is named, and nothing is lost."""
+    """Where a folder must be is a file: the error names what cannot be written, and nothing is lost."""
     (typed.machine.root / "etc").write_text("")
     done = typed("install")
     assert done.returncode == 1 and "Traceback" not in done.stderr and "etc" in done.stderr
@@ -317,7 +317,7 @@ def test_secure_boot_without_a_key_stops_before_the_build(typed: Typed) -> None:
     folder.mkdir(parents=True)
     (folder / "SecureBoot-0").write_bytes(b"\x06\0\0\0\x01")
     done = typed("install")
-    assert done.returncode == 1 and "Secure Boot is on and dkms has no key" in done.stderr
+    assert done.returncode == 1 and "Secure Boot is on, but dkms has no signing key" in done.stderr
     assert "Secure Boot: on" in typed("status").stdout
 
 

@@ -1,4 +1,4 @@
-"""Every semantic patch says in DEP-3's fields what it is, why, for what, and when it was last checked."""
+"""Every semantic patch states in DEP-3's fields its purpose, its target, and when it was last checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIELDS = (
 
 
 def header(path: Path) -> dict[str, str]:
-    """The fields of the comment that the file begins with; lines with one more blank continue one."""
+    """Return the fields of the comment that begins the file; lines with one more blank continue a field."""
     fields: dict[str, str] = {}
     last = ""
     for line in path.read_text().splitlines():

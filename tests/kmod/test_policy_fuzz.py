@@ -1,5 +1,7 @@
-"""Garbage in every field of the policy's structures, a fixed number of cases under the sanitizers; counters
-at their end."""
+"""Garbage in every field of the policy's structures, and counters at their limits.
+
+A fixed number of cases runs under the sanitizers.
+"""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from mpsd.base.model import UvmFaultType, UvmReason
 from mpsd.gpu.nvidia.kernel_abi import Action, ClientType, Engine, Mode, Why, decode_record
-from mpsd.model import UvmFaultType, UvmReason
 from tests.kmod import policydriver as driver
 from tests.kmod.policydriver import Policy, Request, Told, expected, told
 from tests.kmod.policymodel import (
@@ -46,7 +46,7 @@ SM = (Engine.GRAPHICS, ClientType.GPC, True)
 COPY = (Engine.CE, ClientType.HUB, False)
 HOST = (Engine.HOST, ClientType.HUB, False)
 units = st.tuples(st.integers(0, 4), st.integers(0, 3), st.booleans())
-# What makes a fault one that is not sunk, for one in a while.
+# Changes that make a fault one that the policy does not absorb; applied now and then.
 SPOILT: list[tuple[str, st.SearchStrategy[int]]] = [
     ("fault_type", st.sampled_from([*range(18), 255])),
     ("access", st.sampled_from([PREFETCH, 0, 5, 255])),
@@ -59,7 +59,7 @@ OTHERS = ["deadline", "deadline", "deadline", "acknowledge", "abandoned", "kill"
 
 @dataclass
 class Play:
-    """One history: the model goes along and gives what the module's glue would look up."""
+    """One history: the model follows it and supplies what the module's glue would look up."""
 
     world: World
     space: Space
@@ -68,7 +68,7 @@ class Play:
     gpus: dict[int, list[tuple[int, Sink]]] = field(default_factory=lambda: {0: [], 1: []})
     requests: list[Request] = field(default_factory=list)
     expected: list[Told] = field(default_factory=list)
-    # (fault, what was around it, GPU) where the request is a fault
+    # (fault, its surroundings, GPU) if the request is a fault
     faults: dict[int, tuple[Fault, Around, int]] = field(default_factory=dict)
     orphans: int = 0
     orphan_told: int | None = None
@@ -123,13 +123,13 @@ class Play:
 
 
 def rarely(draw: st.DrawFn, times: int) -> bool:
-    """True once in so many times; the plain case is the one that examples shrink to."""
+    """Return True once in so many times; examples shrink to the plain case."""
     return draw(st.integers(0, times - 1)) == times - 1
 
 
 @st.composite
 def faults(draw: st.DrawFn, play: Play) -> Fault:
-    """Mostly such as the case table sinks, and now and then where something is sunk already."""
+    """Draw mostly faults that the case table absorbs, sometimes at an address that is absorbed already."""
     sunk = [sink.base for _, sink in play.gpus[0] + play.gpus[1]]
     anywhere = addresses(play.world)
     engine, client_type, replayable = draw(
@@ -172,7 +172,7 @@ def plays(draw: st.DrawFn) -> Play:
 
 
 def sinkable(fault: Fault, around: Around) -> bool:
-    """The whitelist alone, without any order of reasons."""
+    """Return whether the whitelist allows absorbing the fault, without any order of reasons."""
     by_sm = fault.replayable and (fault.engine, fault.client_type) == (Engine.GRAPHICS, ClientType.GPC)
     by_engine = not fault.replayable and fault.engine in (Engine.CE, Engine.HOST)
     return (
@@ -190,7 +190,7 @@ def sinkable(fault: Fault, around: Around) -> bool:
 
 @dataclass
 class Laws:
-    """What must hold of the answers of the compiled policy, whatever the model says."""
+    """Check the laws that the compiled policy's answers must keep, whatever the model says."""
 
     params: Params = field(default_factory=Params)
     sinks: dict[int, list[Sink]] = field(default_factory=lambda: {0: [], 1: []})
@@ -274,7 +274,7 @@ def check_laws(play: Play, answers: list[Told]) -> None:
 
 
 def note(answers: list[Told]) -> None:
-    """What `pytest --hypothesis-show-statistics` tells of these histories."""
+    """Count the histories' properties for `pytest --hypothesis-show-statistics`."""
     for why in {answer.decision.why for answer in answers}:
         event(f"why {Why(why).name}")
     for action in {answer.decision.action for answer in answers}:
@@ -320,7 +320,7 @@ def test_a_record_says_what_was_decided(policy: Policy, play: Play) -> None:
 
 
 def test_a_sweep_over_free_memory_is_sunk_in_few_faults(policy: Policy) -> None:
-    """One access for each page of 256 MiB: what was sunk before does not fault any more."""
+    """One access to each page of 256 MiB: pages absorbed before do not fault again."""
     play = Play(World([], set()), Space())
     base, swept = 0x7F00_0000_0000, 256 << 20
     at, batch = base, 0

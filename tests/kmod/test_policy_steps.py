@@ -1,4 +1,4 @@
-"""What becomes of a condemned client, step by step, and what is told of it."""
+"""The steps against a condemned client, and the records of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from mpsd.base.model import Access, UvmFaultType, UvmReason
 from mpsd.gpu.nvidia.kernel_abi import Action, ClientType, Engine, Mode, Why
-from mpsd.model import Access, UvmFaultType, UvmReason
 from tests.kmod import policydriver as driver
 from tests.kmod.policydriver import Policy
 from tests.kmod.policymodel import (
@@ -154,7 +154,7 @@ def test_switching_isolation_off_saves_no_condemned_client(policy: Policy) -> No
     assert policy.tell(driver.DEADLINE, D).result == Action.KILL
 
 
-# What is told
+# The records
 
 
 def test_a_storm_is_told_in_few_records(policy: Policy) -> None:

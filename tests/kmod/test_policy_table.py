@@ -1,4 +1,4 @@
-"""Each row of the case table, the granule and the loop guard: what the compiled policy answers."""
+"""Each row of the case table, the granule and the loop guard: the answers of the compiled policy."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from mpsd.base.model import UvmFaultType, UvmReason
 from mpsd.gpu.nvidia.kernel_abi import Action, ClientType, Engine, Mode, Why
-from mpsd.model import UvmFaultType, UvmReason
 from tests.kmod import policydriver as driver
 from tests.kmod.policydriver import Policy
 from tests.kmod.policymodel import (
@@ -225,7 +225,7 @@ def test_a_sink_is_made_anew_in_a_later_batch_where_nothing_else_lies(policy: Po
 
 
 def test_what_is_mapped_beside_a_sink_gets_its_table_back(policy: Policy) -> None:
-    """As often as a sink is made anew; nothing is written over the page itself."""
+    """The table is linked again as often as a sparse mapping is renewed; the page itself is not written."""
     lost = replace(WILD, address=ADDRESS + 4 * BIG_PAGE, fault_type=UvmFaultType.INVALID_PDE)
     around = Around(range=Range.MAPPED, beside=1)
     assert policy.fault(lost, Around(range=Range.MAPPED)).decision.why == Why.PERMISSIONS
@@ -255,12 +255,12 @@ def test_a_page_beside_the_sink_is_another_fault(policy: Policy) -> None:
     assert policy.fault(beside, Around(sink=1)).decision.action == Action.SUNK
 
 
-# Company
+# Other clients in the group
 
 
 @pytest.mark.parametrize("row", [row for row in REFUSED if REFUSED[row][2] is not Why.ALONE])
 def test_one_that_is_alone_is_told_what_would_have_kept_it_from_a_sink(row: str, policy: Policy) -> None:
-    """ALONE is the last reason: it tells of what mode isolate would have sunk."""
+    """ALONE is the last reason: it reports faults that mode isolate would have absorbed."""
     fault, around, why = REFUSED[row]
     assert policy.fault(fault, replace(around, alone=True)).decision.why == why
 
@@ -277,7 +277,10 @@ def test_alone_comes_after_every_other_reason(policy: Policy) -> None:
 
 
 def test_a_condemned_client_whose_company_has_left_is_ended_by_the_stock_driver(policy: Policy) -> None:
-    """Where it was sunk before, too; it stays condemned, and company that comes is protected again."""
+    """Also at an address absorbed before.
+
+    The client stays condemned, and clients that come are protected again.
+    """
     policy.fault(WILD)
     elsewhere = replace(WILD, address=ADDRESS + WIDEST, batch=2)
     left = [(replace(WILD, batch=2), Around(sink=1, alone=True)), (elsewhere, Around(alone=True))]

@@ -1,4 +1,4 @@
-"""The Python reader of the kernel's records: what it makes of good ones, newer ones and garbage."""
+"""The Python reader of the kernel's records: valid records, newer ones and garbage."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpsd.base.model import Access, UvmFaultType, UvmReason
 from mpsd.gpu.nvidia import kernel_abi as abi
-from mpsd.model import Access, UvmFaultType, UvmReason
 
 SIZE = abi.RECORD.size
 UUID = bytes.fromhex("00112233445566778899aabbccddeeff")

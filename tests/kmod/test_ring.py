@@ -1,4 +1,4 @@
-"""The ring of records: every reader sees each record once and in order, or sees by `seq` what it missed."""
+"""The ring of records: a reader sees each record once and in order, or sees by `seq` which it missed."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def tell(ring: Pipe, *request: int) -> tuple[int, ...]:
 
 
 def put(ring: Pipe, first: int, count: int) -> list[int]:
-    """Puts records `first` ..., each with address 10 n and owner n; the owners that were handed back."""
+    """Put records `first` ..., each with address 10 n and owner n. Return the owners that were returned."""
     raw = ring.ask([(PUT, 10 * number, number) for number in range(first, first + count)])
     return [int(struct.unpack_from("=Q", answer)[0]) for answer in raw]
 
 
 def take(ring: Pipe, written: int, position: int) -> int:
-    """One read of a reader at `position`; where it stands then."""
+    """Read once at `position`. Return the reader's new position."""
     found, seq, owner, address, told = tell(ring, TAKE, position)
     assert told == written
     assert tell(ring, HAS, position)[0] == found == (position < written)

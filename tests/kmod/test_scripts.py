@@ -1,4 +1,4 @@
-"""scripts/test-kmod --ci where it cannot run: it says why, and passes unless it was told that it must."""
+"""scripts/test-kmod --ci on an unsuitable machine: it gives the reason, and passes unless told to run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the scripts themselves are made of; apt-get is not among it, so nothing is installed.
+# The tools of the scripts themselves; apt-get is not among them, so nothing is installed.
 SHELL = ("bash", "sh", "dirname", "id", "env")
 
 
 @pytest.fixture
 def bare(tmp_path: Path) -> dict[str, str]:
-    """An environment whose PATH has no tool that the kernel part needs."""
+    """Return an environment with a PATH that lacks every tool that the kernel module needs."""
     for name in SHELL:
         found = shutil.which(name)
         assert found is not None

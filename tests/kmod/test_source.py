@@ -1,4 +1,4 @@
-"""Which driver source is patched: the loaded driver's, the only one, or the one that was named."""
+"""The driver source to patch: the loaded driver's, the only one, or the one named on the command line."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def test_of_several_the_loaded_driver_s_is_taken(tmp_path: Path) -> None:
     add_source(machine, "550.1")
     newer = add_source(machine, "560.1")
     with pytest.raises(
-        KmodError, match=r"several driver sources: .*550\.1 \(550\.1\), .*560\.1\); say which"
+        KmodError, match=r"several driver sources: .*550\.1 \(550\.1\), .*560\.1\); choose one"
     ):
         choose(machine, RELEASE)
     machine.proc.mkdir()
     load(machine, ["nvidia 1 0 -"], version="560.1")
     assert choose(machine, RELEASE).root == newer
     load(machine, ["nvidia 1 0 -"], version="565.1")
-    with pytest.raises(KmodError, match=r"driver 565\.1 is loaded and its source is not here"):
+    with pytest.raises(KmodError, match=r"driver 565\.1 is loaded, but its source is missing"):
         choose(machine, RELEASE)
     assert choose(machine, RELEASE, newer).root == newer
 
 
 def test_after_an_upgrade_the_installed_driver_s_is_taken_and_not_the_loaded_one_s(tmp_path: Path) -> None:
-    """What is loaded are patched modules of the old driver, until ours are made anew."""
+    """The loaded modules are patched ones of the old driver, until ours are built again."""
     machine = Machine(tmp_path)
     old, newer = add_source(machine, "550.1"), add_source(machine, "560.1")
     stock = machine.modules / RELEASE / "kernel/drivers/video"
@@ -75,7 +75,7 @@ def test_after_an_upgrade_the_installed_driver_s_is_taken_and_not_the_loaded_one
     (stock / "nvidia.ko").unlink()
     newer.rename(tmp_path / "gone")
     with pytest.raises(
-        KmodError, match=rf"driver 560\.1 is installed for {RELEASE} and its source is not here"
+        KmodError, match=rf"driver 560\.1 is installed for {RELEASE}, but its source is missing"
     ):
         choose(machine, RELEASE)
 
@@ -83,7 +83,7 @@ def test_after_an_upgrade_the_installed_driver_s_is_taken_and_not_the_loaded_one
 def test_an_open_source_is_preferred_to_a_proprietary_one(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     shut = closed(machine, "550.1")
-    with pytest.raises(KmodError, match=r"proprietary flavour of driver 550\.1.*nvidia-open-kernel-dkms"):
+    with pytest.raises(KmodError, match=r"proprietary variant of driver 550\.1.*nvidia-open-kernel-dkms"):
         choose(machine, RELEASE)
     root = add_source(machine, "550.1")
     assert choose(machine, RELEASE).root == root

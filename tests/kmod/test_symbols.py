@@ -44,7 +44,7 @@ def test_modules_compressed_with_zstd_are_read_as_well(tmp_path: Path) -> None:
     subprocess.run(["zstd", "-q", str(tmp_path / "a.ko")], check=True, timeout=60.0)
     assert given(tmp_path / "a.ko.zst") == GIVES
     (tmp_path / "b.ko.zst").write_bytes(b"not that")
-    with pytest.raises(KmodError, match=r"b\.ko\.zst cannot be read"):
+    with pytest.raises(KmodError, match=r"cannot read .*b\.ko\.zst"):
         given(tmp_path / "b.ko.zst")
 
 
@@ -52,11 +52,11 @@ def test_a_file_that_is_no_module_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.ko"
     whole = elf(GIVES, WANTS)
     path.write_bytes(b"#!/bin/sh\n")
-    with pytest.raises(KmodError, match="no module"):
+    with pytest.raises(KmodError, match="is not a module"):
         given(path)
     for size in range(6, len(whole), 7):
         path.write_bytes(whole[:size])
-        with pytest.raises(KmodError, match="cut off"):
+        with pytest.raises(KmodError, match="is truncated"):
             given(path)
-    with pytest.raises(KmodError, match="cannot be read"):
+    with pytest.raises(KmodError, match="cannot read"):
         given(tmp_path / "missing.ko")

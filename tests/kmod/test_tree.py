@@ -1,4 +1,4 @@
-"""Which folder is a driver source, and which kernel has headers."""
+"""Recognition of folders with a driver source, and of kernels with headers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_half_a_tree_is_refused_with_what_is_missing(tmp_path: Path, missing: st
 
 def test_a_tree_without_a_version_is_refused(tmp_path: Path) -> None:
     (make_tree(tmp_path) / "Kbuild").write_text("obj-m += x.o\n")
-    with pytest.raises(UnknownTree, match="which version"):
+    with pytest.raises(UnknownTree, match="does not contain the driver's version"):
         find(tmp_path)
 
 

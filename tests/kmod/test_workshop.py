@@ -1,4 +1,4 @@
-"""The folder in which modules are built: what it keeps, and when that is not taken for what is wanted."""
+"""The folder in which modules are built: its contents, and when they do not count as the wanted build."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kmod.workshop import BUSY, KERNEL_IS, Workshop
 from tests.kmod.smalltree import make_tree
 
 RELEASE = "6.1.0-1"
-# As little of a kernel's build as makes an object of one file, and tells what was in it.
+# The least of a kernel's build that makes an object of one file and records the file's content.
 KBUILD = """\
 %.ko:
 \t@echo made >>$(M)/made

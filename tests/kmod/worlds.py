@@ -1,4 +1,4 @@
-"""A client's GPU address space, made up: ranges that come and go, and what a fault finds at an address."""
+"""A generated GPU address space of a client: ranges that come and go, and a fault's surroundings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.kmod.policymodel import PAGE, WIDEST, Around, Range, Sink
 
 LAST = (1 << 64) - 1
 PAGES = 4096
-# Bottom and top of what an address can be, and where CUDA's allocations lie.
+# Bottom and top of the possible addresses, and the place of CUDA's allocations.
 BASES = (0, 0x7F00_0000_0000, (1 << 49) - PAGES * PAGE, (1 << 64) - PAGES * PAGE)
 
 
 @dataclass(frozen=True)
 class Part:
-    """[first, last] in bytes. External ranges have parts that are mapped, given as such parts."""
+    """A range [first, last] in bytes. `mapped`: the mapped parts of an external range."""
 
     first: int
     last: int
@@ -29,7 +29,7 @@ class Part:
 
 @dataclass
 class World:
-    """`parts` do not overlap; those in `gone` are not there now. Sinks are told by GPU."""
+    """`parts` do not overlap; those in `gone` are absent now. Sparse mappings are given by GPU."""
 
     parts: list[Part]
     gone: set[int]
@@ -38,7 +38,7 @@ class World:
         return [part for number, part in enumerate(self.parts) if number not in self.gone]
 
     def occupied(self, address: int) -> tuple[int, int, list[tuple[int, int]], Range]:
-        """Bounds to look for free memory in, what is taken inside them, and what lies at the address."""
+        """Return bounds to search for free memory, ranges taken inside them, and the kind of range."""
         part = next((part for part in self.present() if part.holds(address)), None)
         if part is None:
             return 0, LAST, [(each.first, each.last) for each in self.present()], Range.FREE
@@ -48,7 +48,7 @@ class World:
         return part.first, part.last, list(part.mapped), Range.MAPPED if mapped else Range.HOLE
 
     def around(self, address: int, sinks: list[tuple[int, Sink]], **more: bool) -> Around:
-        """What the module would find there. `sinks`: (number from 1, sink) of that GPU."""
+        """Return the surroundings of the address. `sinks`: (number from 1, sparse mapping) of that GPU."""
         first, last, taken, kind = self.occupied(address)
         covering = next((number for number, sink in sinks if sink.covers(address)), 0)
         taken += [(sink.base, sink.base + sink.bytes - 1) for _, sink in sinks]
@@ -66,7 +66,7 @@ class World:
 
 @st.composite
 def parts_of(draw: st.DrawFn, base: int, first: int, last: int) -> Part:
-    """A range over pages [first, last) from `base`; an external one with mappings and holes in it."""
+    """Draw a range over pages [first, last) from `base`; an external range with mappings and holes in it."""
     kind = draw(st.sampled_from([Range.HOLE] * 4 + [Range.MANAGED, Range.PROTECTED, Range.UNKNOWN]))
     cuts = draw(st.lists(st.integers(first, last), max_size=6, unique=True).map(sorted))
     pairs = zip(cuts[::2], cuts[1::2], strict=False)
@@ -76,7 +76,7 @@ def parts_of(draw: st.DrawFn, base: int, first: int, last: int) -> Part:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """Up to six ranges in 16 MiB, some of them not there at first."""
+    """Draw up to six ranges in 16 MiB, some of them absent at first."""
     base = draw(st.sampled_from(BASES))
     cuts = draw(st.lists(st.integers(0, PAGES), max_size=12, unique=True).map(sorted))
     pairs = list(zip(cuts[::2], cuts[1::2], strict=False))
@@ -86,7 +86,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 def addresses(world: World) -> st.SearchStrategy[int]:
-    """Addresses in and around what there is, its edges above all."""
+    """Draw addresses in and around the ranges, above all at their edges."""
     edges = {edge for part in world.parts for edge in (part.first - 1, part.first, part.last, part.last + 1)}
     edges |= {edge for part in world.parts for pair in part.mapped for edge in (pair[0] - 1, pair[1] + 1)}
     near = sorted(edge for edge in edges if 0 <= edge <= LAST) or [0]

@@ -1,4 +1,4 @@
-"""Needs a C compiler; where there is none, these tests are skipped and say so."""
+"""Skip these tests with a reason on a machine without a C compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Executable graphs are in the standby before they are needed there: a launch would wait for them then."""
+"""CUgraphExec objects are instantiated in the standby domain in advance, so no launch waits for one after
+a move."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def start(ask: Program) -> None:
 
 
 def copy_to_the_host(ask: Program, next_gate: Gate) -> None:
-    """The first one in a standby's time brings a function of the proxy's own, rehearsed there by a node."""
+    """Copy data to the host for the first time in a standby's life. It loads a function of the proxy and
+    rehearses it with a graph node."""
     next_gate.keep(NODE)
     assert ask("gpu.word(m)") == "0"
     until(lambda: next_gate.kept() == NODE)
@@ -33,7 +35,7 @@ def copy_to_the_host(ask: Program, next_gate: Gate) -> None:
 
 
 def leave(line: Line, domain: Domain, next_gate: Gate) -> None:
-    """For a copy in which nobody comes to the end of a capture, or of a node."""
+    """Move to a driver instance in which no thread reaches the end of a capture or of a node call."""
     next_gate.keep(BEGIN_CAPTURE | NODE)
     break_domain(domain)
     assert move(line).text == ""
@@ -54,11 +56,11 @@ def test_it_is_not_captured_again_when_it_is_launched(
         next_gate.keep(BEGIN_CAPTURE)
         capture(ask)
         until(lambda: next_gate.kept() == BEGIN_CAPTURE)
-        # Past where it is kept from now on.
+        # The gate at the beginning of a capture is passed; from now on hold at its end.
         next_gate.keep(END_CAPTURE)
         until(lambda: next_gate.kept() == END_CAPTURE)
         next_gate.keep(0)
-        # It is there when the thread that made it hears the next word, whatever that is.
+        # The graph is stored before its thread reads the next command, whatever the command is.
         line.say(moving.TURN, 7)
         until(line.is_read)
     assert ask(LAUNCH) == "(0, 0, 11)"
@@ -90,7 +92,8 @@ def test_what_is_in_flight_is_done_again_with_it(
 def test_one_that_was_changed_is_what_it_has_become(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, changes: int
 ) -> None:
-    """Before, after and between moves; the one that is changed too often is made when it is needed."""
+    """A graph changed before, after or between moves is current; one that changes too often is
+    instantiated on use."""
     line = post.greet(moving.EXACT)
     start(ask)
     ask("g = nodes.graph(); a = nodes.add(g, 'add', m, 8, 1); x = nodes.executable(g)")
@@ -119,7 +122,7 @@ def test_code_is_not_unloaded_under_it(
     until(lambda: next_gate.kept() == BEGIN_CAPTURE)
     ask("later.start(\"gpu.code('cuModuleUnload', other)\")")
     assert ask("later.comes_back()") == "False"
-    # Whoever makes or launches something waits for nothing.
+    # Creating and launching objects does not wait for the thread that instantiates.
     assert ask(f"(gpu.made('cuStreamCreate', 0) > 0, {LAUNCH})") == "(True, 0, 0, 11)"
     next_gate.keep(0)
     assert ask("later.result()") == "0"
@@ -142,7 +145,7 @@ def test_one_that_ends_meanwhile_is_nobodys(
     next_gate.keep(0)
     assert ask("later.result()") == "0"
     line.hear(moving.READY)
-    # There and back, and one more.
+    # Move to the second domain and back, and then once more.
     capture(ask)
     break_domain(domain)
     move(line)
@@ -159,7 +162,7 @@ def test_one_that_ends_meanwhile_is_nobodys(
 def test_what_functions_need_is_there_before_they_are_launched(
     domain: Domain, second: Domain, next_gate: Gate, post: Post, ask: Program, copies: Path, first: bool
 ) -> None:
-    """A graph is put together of them, for which the driver takes what it takes for their first launch."""
+    """A graph made of the functions rehearses what the driver allocates at their first launch."""
     line = post.greet(moving.EXACT)
     start(ask)
     if not first:

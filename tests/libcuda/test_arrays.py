@@ -1,5 +1,7 @@
-"""Buffers as DLPack tensors and CUDA arrays, taken over as consumers do. On the stand-in driver; PyTorch and
-CuPy themselves need a GPU."""
+"""Consumers take buffers over as DLPack tensors and CUDA arrays, on the stand-in driver.
+
+PyTorch and CuPy themselves need a GPU, so ctypes plays the consumer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mode `exact`: a turn that comes with the word to move."""
+"""Mode `exact`: the move command itself starts a participant's turn of serial replay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
 
 @pytest.fixture
 def there(second: Domain) -> Iterator[Gate]:
-    """Of the domain to which it moves."""
+    """Return the gate of the domain that the program moves to."""
     with gate_of(second) as made:
         yield made
 
@@ -49,7 +49,7 @@ def test_a_fence_that_comes_late_ends_no_turn(
     assert move(line, again=3).values[5] > 1
     line.say(moving.FENCED, 1)
     until(line.is_read)
-    # What it does again is looked at for a second.
+    # The program watches replayed work for one second.
     assert line.is_silent() or time.monotonic() > began + 1
     there.let(ANY)
     assert line.hear(moving.DONE).values[:2] == (8 << 20, 1)
@@ -69,7 +69,8 @@ def test_it_needs_no_daemon_for_that_any_more(
 
 
 def lose_at(does: str, domain: Domain, gate: Gate, line: Line, ask: Program) -> int:
-    """What it says of new kernels when it has moved with this in flight, which is done again."""
+    """Lose the context with this work in flight; return what the program reports about new kernels after
+    the move."""
     gate.let(0)
     assert ask(does) == "0"
     break_domain(domain)
@@ -88,7 +89,7 @@ def test_it_says_for_how_long_no_kernel_was_new(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path,
     does: str, is_kernel: bool,
 ) -> None:  # fmt: skip
-    """When its calls were held."""
+    """The program reports for how long no kernel was new at the time that its calls were held."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20)")
     stand_by(line, second, copies)
@@ -126,7 +127,7 @@ def test_work_that_outlasts_its_turn_is_said_to_run_on_until_it_has_ended(
     copies: Path,
     is_lost: bool,
 ) -> None:
-    """The next one in turn is blamed for nothing that this one does."""
+    """The next participant is not blamed for work of an earlier turn that still runs."""
     line = lost_in_flight(domain, gate, second, post, ask, copies)
     there.let(0)
     assert move(line, again=3).values[5] > 1
@@ -154,12 +155,12 @@ def test_what_was_done_again_has_ended_though_what_the_program_does_next_runs(
     break_domain(domain)
     there.let(0)
     assert move(line, again=3).values[5] > 1
-    # In another stream, while what is done again is kept.
+    # New work goes to another stream while the gate holds the replay.
     assert ask("gpu.run('long', n, 8, 1, stream=t)") == "0"
     there.let(ANY)
     done = line.hear(moving.DONE)
     if done.values[2]:
         done = line.hear(moving.DONE)
     assert done.values[:3] == (8 << 20, 1, 0)
-    # It runs on: it has half a minute to do.
+    # The kernel takes half a minute, so it still runs.
     assert ask("gpu.code('cuStreamQuery', t)") == "600"

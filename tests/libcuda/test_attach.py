@@ -1,7 +1,6 @@
-"""Named GPU buffers: programs that attach, die and come back, with a real daemon. On the stand-in driver,
-whose memory is memfds; the daemon's GPU is simulated.
+"""Named GPU buffers: programs attach to them, die and return, with a real daemon.
 
-Long because one buffer and its vault are met by every kind of program, the examples among them.
+The stand-in driver's memory is memfds; the daemon's GPU is simulated.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from mpsd.vault import wire
+from mpsd.vault import messages
 from mpsd_client.vault import Vault
 from tests.support.attaching import Attacher
 from tests.support.libcudas import DEADLINE_S, MPSD_RUN, ROOT, Libraries, run
@@ -34,7 +33,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be someb
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with Site(vault__enabled="true") as started:
+    with Site(protect='"guard"') as started:
         yield started.start()
 
 
@@ -72,14 +71,14 @@ def test_a_killed_program_s_buffer_is_found_again_with_every_byte(site: Site, li
         assert second.do("(b.found, b.persistent)") == (True, True)
         assert second.do("__import__('hashlib').sha256(b.read()).hexdigest()") == digest(pattern)
         second.end(signal.SIGKILL)
-        # The daemon dies as well, and so does the program while none is there.
+        # The program dies before the daemon restarts, so no daemon sees it end.
     site.kill()
     site.start()
     assert kept(site) == ["model", "moments"]
     with attacher(libraries, site) as third:
         site.kill()
         site.start()
-        # Without a size it is all of what there is: whole granules.
+        # Without a size, attach() takes the whole buffer: full granules.
         third.do("b = m.attach('model'); other = m.attach('moments')")
         assert third.do("(b.found, b.nbytes, other.nbytes)") == (True, 6 * MIB, 2 * MIB)
         assert third.do(f"__import__('hashlib').sha256(b.read({size})).hexdigest()") == digest(pattern)
@@ -101,7 +100,8 @@ def digest(data: bytes) -> str:
 
 
 def test_under_the_proxy_both_connections_are_one_client_s(site: Site, libraries: Libraries) -> None:
-    """What the program allocates goes with it; what it attached stays."""
+    """The proxy and the client library of one program count as one client: its allocations end with it,
+    its attached buffer stays."""
     extra = {"MPSD_LIBCUDA_DIR": str(libraries.proxy), "MPSD_STANDIN_GPU": "simulated"}
     alloc = "p = ctypes.c_uint64(); cuda.cuMemAlloc_v2(ctypes.byref(p), ctypes.c_size_t(3 << 20))"
     start = "cuda = ctypes.CDLL('libcuda.so.1'); c = ctypes.c_void_p(); cuda.cuInit(0)"
@@ -114,7 +114,7 @@ def test_under_the_proxy_both_connections_are_one_client_s(site: Site, libraries
         rows = until(lambda: [h for h in (holdings(site),) if len(h) == 3], "and another")[0]
         assert {row["pid"] for row in rows} == {program.pid}
         assert [row["name"] for row in rows] == [None, "weights", None]
-        # To keep the program's memory as a whole does not touch what has a name of its own.
+        # Keeping the program's memory as a whole leaves named buffers unchanged.
         answer = site.ask(lambda client: client.vault_keep(program.pid, "rest"))
         assert answer["bytes"] == 8 * MIB
         assert kept(site) == ["rest", "rest", "weights"]
@@ -132,17 +132,17 @@ def test_a_token_that_changes_within_a_process_is_refused(site: Site, libraries:
         program.do("b = m.attach('weights', 100)")
         program.do("os.environ['MPSD_VAULT_TOKEN'] = 'two'")
         code, text = program.do("m.attach('moments', 100)")
-        assert code == "denied" and "MPSD_VAULT_TOKEN must be what it was" in text
+        assert code == "denied" and "keep MPSD_VAULT_TOKEN as it was" in text
 
 
 def test_one_living_process_has_it_at_a_time(site: Site, libraries: Libraries) -> None:
     with attacher(libraries, site) as one, attacher(libraries, site) as two:
         one.do("b = m.attach('weights', 100); b.write(b'one')")
         code, text = two.do("m.attach('weights', 100)")
-        assert code == "in-use" and "end that one, or choose another name" in text
+        assert code == "in-use" and "end that process, or choose another name" in text
         code, text = one.do("m.attach('weights')")
-        assert code == "in-use" and "in this process already" in text
-        # A view keeps it mapped, so it stays this process's; without one it is the next one's.
+        assert code == "in-use" and "already attached in this process" in text
+        # A view keeps the buffer mapped in this process; without a view the next process can attach.
         one.do("v = b.view(); b.close()")
         assert two.do("m.attach('weights')")[0] == "in-use"
         one.do("del v; b = m.attach('weights'); b.close(); b.close()")
@@ -164,7 +164,8 @@ def test_a_program_that_replaces_itself_comes_back_to_it(site: Site, libraries: 
 
 
 def test_a_program_that_replaced_itself_keeps_nothing_from_others(site: Site, libraries: Libraries) -> None:
-    """It has no connection between two errands, so its end tells nobody of that."""
+    """After exec() a program holds no buffer, although it had no connection between two requests to report
+    that."""
     with attacher(libraries, site) as program, attacher(libraries, site) as other:
         program.do("b = m.attach('weights', 100); b.write(b'before')")
         assert other.do("m.attach('weights')")[0] == "in-use"
@@ -180,10 +181,10 @@ def test_what_is_wrong_is_said_with_its_remedy(site: Site, libraries: Libraries)
         program.do("m.attach('weights', 3 << 20).close()")
         wrong = {
             "m.attach('weights', 1 << 20)": ("usage", "forget() it first"),
-            "m.attach('weights', 5 << 20)": ("usage", "is there with 4194304 bytes"),
+            "m.attach('weights', 5 << 20)": ("usage", "has 4194304 bytes"),
             "m.attach('nothing')": ("not-found", "give a size to make it"),
             "m.attach('a b', 5)": ("usage", "without blanks"),
-            "m.attach('17', 5)": ("usage", "no number"),
+            "m.attach('17', 5)": ("usage", "not a number"),
             "m.attach('ä', 5)": ("usage", "ASCII"),
             "m.attach('weights', 0)": ("usage", "1 or more"),
             "m.attach('weights', device=1)": ("usage", "this process sees 1"),
@@ -193,7 +194,7 @@ def test_what_is_wrong_is_said_with_its_remedy(site: Site, libraries: Libraries)
         for line, (code, text) in wrong.items():
             said = program.do(line)
             assert said[0] == code and text in said[1], (line, said)
-        # Nothing of it was left in the way of another process.
+        # None of the rejected calls left anything that blocks another process.
         assert other.do("m.attach('weights', 4 << 20).found") is True
         assert kept(site) == ["weights"]
 
@@ -206,7 +207,7 @@ def test_another_owner_finds_nothing(site: Site, libraries: Libraries) -> None:
     with attacher(libraries, site) as stranger:
         assert stranger.do("m.attach('weights')")[0] == "not-found"
         assert stranger.do("m.forget('weights')") is False
-        # The same name of another owner is another buffer.
+        # The same name under another owner is another buffer.
         assert stranger.do("(lambda b: (b.found, b.read(4)))(m.attach('weights', 100))") == (False, bytes(4))
     with as_user(OTHER_UID):
         thief = Vault(str(site.run_dir / "vault.sock"), b"secret".ljust(32, b"\0"))
@@ -247,7 +248,7 @@ def test_without_a_vault_the_daemon_is_not_blamed(libraries: Libraries) -> None:
 
 
 def test_over_quota_a_session_goes_on(libraries: Libraries) -> None:
-    with Site(vault__enabled="true", vault__client_bytes=str(4 * MIB)) as small:
+    with Site(protect='"guard"', vault__client_bytes=str(4 * MIB)) as small:
         small.start()
         with attacher(libraries, small) as program:
             program.do("s = m.session(); a = s.attach('a', 100); b = s.attach('b', 3 << 20)")
@@ -262,7 +263,7 @@ def test_over_quota_a_session_goes_on(libraries: Libraries) -> None:
 
 @contextmanager
 def vault_that_ends(path: Path) -> Iterator[None]:
-    """It greets who comes, and is gone when it is asked for something."""
+    """Run a vault that greets each client and disappears at the first request."""
 
     def serve() -> None:
         while True:
@@ -271,9 +272,9 @@ def vault_that_ends(path: Path) -> Iterator[None]:
             except OSError:
                 return
             with sock:
-                hello = wire.unpack(sock.recv(wire.LAYOUT.size))
-                sock.send(wire.pack(hello, answer=True))
-                sock.recv(wire.LAYOUT.size)
+                hello = messages.unpack(sock.recv(messages.LAYOUT.size))
+                sock.send(messages.pack(hello, answer=True))
+                sock.recv(messages.LAYOUT.size)
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
@@ -301,7 +302,7 @@ def test_without_a_driver_it_is_said(libraries: Libraries, site: Site, tmp_path:
     (tmp_path / "libcuda.so.1").write_text("no library")
     with attacher(libraries, site, LD_LIBRARY_PATH=str(tmp_path)) as program:
         code, text = program.do("m.attach('weights', 100)")
-        assert code == "cuda" and "no CUDA driver" in text and "where there is a GPU" in text
+        assert code == "cuda" and "no CUDA driver" in text and "on a machine with a GPU" in text
         assert program.do("m.session().attach('weights', 100)")[0] == "cuda"
     assert holdings(site) == []
 
@@ -310,17 +311,17 @@ def test_many_cycles_leak_nothing(site: Site, libraries: Libraries) -> None:
     with attacher(libraries, site) as program:
         program.do("from mpsd_client import _dlpack")
         program.do("files = lambda: len(os.listdir('/proc/self/fd'))")
-        # Ours and those of the driver alone: the interpreter makes mappings of its own.
+        # Count only the stand-in's mappings: the interpreter makes its own.
         program.do("maps = lambda: open('/proc/self/maps').read().count('mpsd-standin-vmm')")
         cycle = "b = m.attach('weights', 100); v = b.view('int32'); c = v.__dlpack__(); del c, v; b.close()"
         program.do(cycle)
-        before = program.do("(files(), maps(), _dlpack.lent_out())")
+        before = program.do("(files(), maps(), _dlpack.export_count())")
         assert before[1:] == (0, 0)
         for _ in range(60):
             program.do(cycle)
             assert program.do("m.attach('weights', 9 << 20)")[0] == "usage"
             assert program.do("m.attach('nothing')")[0] == "not-found"
-        assert program.do("(files(), maps(), _dlpack.lent_out())") == before
+        assert program.do("(files(), maps(), _dlpack.export_count())") == before
 
 
 def test_a_forked_child_harms_nothing(site: Site, libraries: Libraries) -> None:
@@ -339,7 +340,7 @@ EXAMPLES = ROOT / "clients" / "examples"
 
 
 class Service:
-    """cache_service.py, spoken to line by line."""
+    """Talk to cache_service.py line by line."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -363,7 +364,7 @@ class Service:
         return self.hear()
 
     def end(self, how: int | None = None) -> str:
-        """What it wrote to stderr."""
+        """End the process and return its stderr."""
         if how is not None:
             self.process.send_signal(how)
         return self.process.communicate(timeout=DEADLINE_S)[1]
@@ -388,8 +389,8 @@ def test_the_cache_example_survives_its_death(site: Site, libraries: Libraries) 
             == first.ask("put colour blue")
             == "ok"
         )
-        assert first.ask("put " + "x" * 65 + " y").startswith("error: a key has up to")
-        assert first.ask("nonsense").startswith("error: put KEY VALUE")
+        assert first.ask("put " + "x" * 65 + " y").startswith("error: a key has at most")
+        assert first.ask("nonsense").startswith("error: use put KEY VALUE")
         first.end(signal.SIGKILL)
     with service(environment(libraries, site)) as second:
         assert second.ready == "ready: 2 entries, kept"
@@ -422,7 +423,7 @@ def test_the_cache_example_without_a_daemon_and_without_a_gpu(libraries: Librari
     with service(environment(libraries, None)) as alone:
         assert alone.ready == "ready: 0 entries, not kept"
         assert (alone.ask("put a b"), alone.ask("get a")) == ("ok", "b")
-        assert "they end with this process" in alone.end()
+        assert "and end with this process" in alone.end()
     (tmp_path / "libcuda.so.1").write_text("no library")
     with service(environment(libraries, None, LD_LIBRARY_PATH=str(tmp_path))) as blind:
         assert blind.ready == ""
@@ -430,7 +431,7 @@ def test_the_cache_example_without_a_daemon_and_without_a_gpu(libraries: Librari
 
 
 def test_the_training_example_says_what_it_lacks(libraries: Libraries) -> None:
-    """It was never run by a test: that takes PyTorch and a GPU."""
+    """The training example exits with the name of the missing PyTorch or GPU; no test runs it further."""
     done = run([sys.executable, EXAMPLES / "resume_training.py"], environment(libraries, None))
     assert done.returncode == 2
     assert re.fullmatch(r"resume_training: (this example needs PyTorch|PyTorch sees no GPU).*\n", done.stderr)

@@ -1,5 +1,8 @@
-"""What a copy of the driver asks of a context that it has lost, and what it leaves open when it is unloaded:
-with a stand-in that asks as the driver does (MPSD_STANDIN_MANAGER)."""
+"""Which questions a driver instance asks the resource manager about its lost context, and which
+descriptors it leaves open after unloading.
+
+The stand-in asks as the driver does (MPSD_STANDIN_MANAGER).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tests.support.simnode import Domain, until
 
 __all__ = ["backend", "copies", "domain", "post", "second", "third"]
 
-DEVICES = 2  # of each copy of the stand-in
+DEVICES = 2  # of each instance of the stand-in
 READ, CLEAR = "83de030c", "83de0310"
 
 
@@ -32,7 +35,7 @@ def both_twice(outcome: str) -> list[str]:
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Callable[[], list[str]]:
-    """What the driver's copies have asked, and what became of it."""
+    """Return the commands that the driver instances sent, each with its outcome."""
     path = tmp_path / "asked"
     return lambda: path.read_text().splitlines() if path.exists() else []
 
@@ -41,18 +44,20 @@ def asked(tmp_path: Path) -> Callable[[], list[str]]:
 def ask(
     libraries: Libraries, domain: Domain, post: Post, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Program]:
-    """Its param: for how many ms it waits for the daemon's word, by default for longer than a test lasts."""
+    """Start the program. Parameter: milliseconds to wait for the daemon's command; the default outlasts a
+    test."""
     extra = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_MANAGER": str(tmp_path / "asked")}
-    extra["MPSD_FAILOVER_AUTOPSY_MS"] = getattr(request, "param", "60000")
+    extra["autopsy_ms"] = getattr(request, "param", "60000")
     with started(libraries, domain, post, **extra) as program:
         yield program
 
 
 def opened(program: Program) -> Counter[str]:
-    """What it has open, by kind: `/dev/null` are the stand-in's devices; it reads its orders from pipes."""
+    """Count the program's open descriptors by kind. `/dev/null` stands for a stand-in device; commands
+    arrive by pipe."""
     seen: Counter[str] = Counter()
     for entry in Path(f"/proc/{program.process.pid}/fd").iterdir():
-        # One that was closed meanwhile.
+        # The descriptor may have been closed since the listing.
         with contextlib.suppress(FileNotFoundError):
             seen[os.readlink(entry).partition(":[")[0]] += 1
     return seen
@@ -76,7 +81,7 @@ def test_who_is_moved_asks_nothing_of_its_lost_context(
     until(lambda: len(asked()) == len(both_twice("refused")))
     assert asked() == both_twice("refused")
     assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
-    # The copy that it is in now learns what became of its context: nobody moves the program any more.
+    # Without a daemon no move follows, so the current driver instance may ask about its lost context.
     post.close()
     break_domain(second)
     until(lambda: len(asked()) == 2 * len(both_twice("looked")))
@@ -85,7 +90,7 @@ def test_who_is_moved_asks_nothing_of_its_lost_context(
 
 
 def lose(domain: Domain, second: Domain, post: Post, ask: Program, copies: Path) -> Line:
-    """The program has a standby in `second`, and its context is lost."""
+    """Give the program a standby in `second` and lose its context."""
     line = post.greet(moving.EXACT)
     assert ask("m = gpu.memory(8 << 20)") == "None"
     stand_by(line, second, copies)
@@ -97,7 +102,7 @@ def lose(domain: Domain, second: Domain, post: Post, ask: Program, copies: Path)
 def test_who_is_not_moved_in_time_learns_what_happened(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, asked: Callable[[], list[str]]
 ) -> None:
-    """The daemon says nothing for longer than is waited for its word."""
+    """The query to the driver proceeds when the daemon sends no command within the wait."""
     line = lose(domain, second, post, ask, copies)
     until(lambda: len(asked()) == len(both_twice("looked")))
     assert asked() == both_twice("looked")
@@ -109,10 +114,10 @@ def test_who_is_not_moved_in_time_learns_what_happened(
 def test_who_is_left_behind_lets_the_others_go_first(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, asked: Callable[[], list[str]]
 ) -> None:
-    """For four times as long as a word is waited for: here it has one by then."""
+    """A program told to stand down waits four times as long; here a move command arrives within that time."""
     line = lose(domain, second, post, ask, copies)
     line.say(moving.STAND_DOWN, 1, planned=True)
-    # Its server is in FAULT before it has been told itself.
+    # The server enters FAULT before the program is told.
     until(lambda: ask("gpu.sync() != 0") == "True")
     assert asked() == []
     line.say(moving.STANDBY, 2, second.environment["CUDA_MPS_PIPE_DIRECTORY"], str(copies))
@@ -131,19 +136,19 @@ def test_a_copy_that_is_unloaded_leaves_nothing_open(
     assert ask("m = gpu.memory(8 << 20)") == "None"
     first = opened(ask)
     assert first["/dev/null"] == DEVICES
-    # One of the program's own with a number between those of the copies.
+    # A descriptor of the program itself, numbered between those of the driver instances.
     assert ask("own = os.eventfd(7)") == "None"
     seen = []
     for number in range(1, 7):
         stand_by(line, second if number % 2 else domain, copies, number)
-        # The one that was left goes after that.
+        # The driver instance that the program left is unloaded after the next standby is ready.
         until(lambda number=number: opened(ask)["/dev/null"] == DEVICES * min(number + 1, 3))
         seen.append(opened(ask))
         move(line, number, planned=True)
     standby = seen[0] - first
     assert standby["/dev/null"] == DEVICES and standby["pipe"] >= 4 and standby["socket"] >= 3
     assert standby["anon_inode"] == 2
-    # From then on there are three: the first one, the one in use and the next.
+    # From then on there are three instances: the original, the current and the standby.
     assert seen[1]["/dev/null"] == 3 * DEVICES
     assert seen[1:] == [seen[1]] * 5
     assert ask("os.eventfd_read(own)") == "7"
@@ -154,7 +159,8 @@ def test_a_copy_that_is_unloaded_leaves_nothing_open(
 def test_a_thread_that_waits_in_a_copy_that_is_unloaded_ends(
     domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """What it waits for is closed with the copy, and its code is gone."""
+    """A thread that waits inside a driver instance ends before the instance's descriptors and code are
+    gone."""
     line = post.greet(moving.EXACT)
     assert ask("m = gpu.memory(8 << 20); threads = lambda: len(os.listdir('/proc/self/task'))") == "None"
     stand_by(line, second, copies)
@@ -164,7 +170,7 @@ def test_a_thread_that_waits_in_a_copy_that_is_unloaded_ends(
     before = int(ask("threads()"))
     break_domain(second)
     move(line, 2)
-    # Its end is waited for, and its place is the next one's.
+    # The unloading waits for the thread's end and frees the slot for the next instance.
     stand_by(line, third, copies, 3)
     until(lambda: int(ask("threads()")) <= before)
     assert ask("[gpu.run('add', m, 8, 5), gpu.sync(), gpu.word(m)]") == "[0, 0, 5]"
@@ -178,7 +184,7 @@ def test_copies_of_another_folder_are_told_from_those_in_use(
     assert ask("m = gpu.memory(8 << 20)") == "None"
     stand_by(line, second, copies)
     move(line, planned=True)
-    # As after a restart of the daemon with another setting.
+    # The daemon has restarted with another setting.
     other = shutil.copytree(copies, tmp_path / "other")
     for number in (2, 3, 4):
         stand_by(line, second if number % 2 else domain, other, number)
@@ -191,7 +197,7 @@ def test_copies_of_another_folder_are_told_from_those_in_use(
 def test_what_a_copy_has_exported_is_not_taken_for_its_own(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """Its number is the program's next, which opens devices of its own."""
+    """An exported descriptor's number is reused by the program's own device file, which must stay open."""
     line = post.greet(moving.EXACT)
     stand_by(line, second, copies)
     move(line, planned=True)
@@ -199,7 +205,7 @@ def test_what_a_copy_has_exported_is_not_taken_for_its_own(
     stand_by(line, domain, copies, 2)
     assert ask("own = [os.open(os.devnull, os.O_RDWR) for _ in range(16)]") == "None"
     move(line, 2, planned=True)
-    # Then those go that have exported it, and imported it.
+    # The instances that exported and imported the descriptor are unloaded now.
     for number in (3, 4):
         stand_by(line, second if number % 2 else domain, copies, number)
         move(line, number, planned=True)

@@ -1,4 +1,4 @@
-"""scripts/bench-libcuda: what it measures, and when that is under the limit."""
+"""scripts/bench-libcuda measures the cost of calls and compares it with the limit."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_every_call_is_measured_in_both_modes(libraries: Libraries, tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--pairs", "0"], "'0' is no number of at least 1"),
-        (["--rounds", "-1"], "'-1' is no number of at least 1"),
-        (["--calls", "0"], "'0' is no number of at least 50"),
+        (["--pairs", "0"], "'0' is not a number of at least 1"),
+        (["--rounds", "-1"], "'-1' is not a number of at least 1"),
+        (["--calls", "0"], "'0' is not a number of at least 50"),
         (["--json", "/nowhere/x"], "/nowhere/x cannot be written"),
         (["--libcuda", "/nowhere"], "--libcuda /nowhere has no libcuda.so.1"),
     ],

@@ -1,4 +1,4 @@
-"""cuda-bindings finds every function by cuGetProcAddress: a program of its own kind."""
+"""cuda-bindings programs, which find every function by cuGetProcAddress, work with the proxy."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def test_a_program_of_cuda_bindings_sees_no_difference(libraries: Libraries, vau
         "0700000007000000 True 4096",
         "CUDA_ERROR_INVALID_VALUE CUDA_SUCCESS",
     ], without.stderr
-    done = run(command, libraries.environment(proxied=True, MPSD_VAULT=vault))
+    done = run(command, libraries.environment(proxied=True, vault=vault))
     assert (done.returncode, done.stderr, done.stdout) == (0, "", without.stdout)

@@ -1,7 +1,7 @@
-"""Whose code had the exception from which a domain was lost, as a program of it finds that out.
+"""A program finds out whether its own code raised the SM exception that made the domain fault.
 
-The stand-in keeps on an SM where the warp was that had it (MPSD_STANDIN_EXCEPTION). The daemon is played by
-the test.
+The stand-in records the program counter of the faulting warp (MPSD_STANDIN_EXCEPTION). The test plays the
+daemon.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CODE_BYTES = 64 << 10
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
-    """Where the stand-in's SMs have it."""
+    """Return the file in which the stand-in's SMs record the exception."""
     return tmp_path / "exception"
 
 
@@ -46,18 +46,18 @@ def ask(libraries: Libraries, domain: Domain, post: Post, tmp_path: Path, kept: 
 
 
 def code_of(program: Program, number: int = 0) -> int:
-    """An address in the code of its first copy of the driver, or of one of the others, as the copy has mapped
+    """Return an address in the code of driver instance `number` (0: the original), as that instance maps
     it for its GPU."""
     name = "/libcuda.so.1" if not number else f"/libcuda-{number - 1}.so.1"
     maps = Path(f"/proc/{program.process.pid}/maps").read_text()
     found = [line for line in maps.splitlines() if line.endswith(name) and " r--p " in line]
-    # Of the two that have that name the proxy's is the other one: it has more of them.
+    # The proxy and the stand-in share the name; the proxy's path does not contain "standin".
     standin = min(found, key=lambda line: "standin" not in line)
     return int(re.split("-| ", standin)[0], 16)
 
 
 def in_flight(line: Line, ask: Program, gate: Gate, second: Domain, copies: Path) -> None:
-    """m is 0, and a kernel that adds 1 was given."""
+    """Put a kernel that adds 1 in flight; m is 0."""
     ask("m = gpu.memory(8 << 20)")
     stand_by(line, second, copies)
     assert ask("gpu.sync()") == "0"
@@ -66,7 +66,7 @@ def in_flight(line: Line, ask: Program, gate: Gate, second: Domain, copies: Path
 
 
 def looked(line: Line, again: int = IN_TURN) -> int:
-    """What it says that it has found, before it says that it has moved; 0: nothing."""
+    """Return the finding that the program reports before it reports the move; 0: no finding."""
     line.say(moving.MOVE, 1, again=again)
     found = 0
     while (said := line.hear(moving.LOOKED, moving.MOVED, moving.OWN_ERROR)).kind != moving.MOVED:
@@ -100,7 +100,7 @@ def test_a_program_says_whether_it_was_in_its_own_code(
         kept.write_text(f"{code_of(ask) + (0x40 if whose == OWN else 1 << 40):x}")
     break_domain(domain)
     if not whose:
-        # The stand-in says that the context is lost, and asks what became of it a moment later.
+        # The stand-in reports the lost context first and queries its cause a moment later.
         until(lambda: (tmp_path / "asked").exists())
     assert looked(line) == whose
     goes_on(line, ask)
@@ -109,7 +109,8 @@ def test_a_program_says_whether_it_was_in_its_own_code(
 def test_who_has_nothing_in_flight_looks_too(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, kept: Path
 ) -> None:
-    """Its wait may have succeeded falsely. It does nothing more before it has its turn all the same."""
+    """A program without work in flight looks too: its last wait may have succeeded falsely, and it waits
+    for its turn."""
     line = post.greet(moving.EXACT, look=True)
     ask("m = gpu.memory(8 << 20)")
     stand_by(line, second, copies)
@@ -135,7 +136,8 @@ def test_nobody_looks_who_need_not(
     look: bool,
     again: int,
 ) -> None:
-    """An older daemon does not know the word; and it is known who made the fault, or guessed."""
+    """No program looks if the daemon is too old for the message, or if the offender is already known or
+    guessed."""
     line = post.greet(moving.EXACT, look=look)
     in_flight(line, ask, gate, second, copies)
     kept.write_text(f"{code_of(ask):x}")
@@ -152,7 +154,7 @@ def test_what_the_copy_does_that_is_in_use_counts(
     copies: Path,
     kept: Path,
 ) -> None:
-    """After a move the code of the first copy is nobody's any more."""
+    """After a move, only the current driver instance's code counts as the program's own."""
     line = post.greet(moving.EXACT, look=True)
     ask("m = gpu.memory(8 << 20)")
     stand_by(line, second, copies)
@@ -182,7 +184,7 @@ def test_who_made_a_trap_has_its_error_without_a_look(
     ask.tell("gpu.run('trap', 0, 0, 0), gpu.sync()")
     line.hear(moving.OWN_ERROR)
     assert looked(line) == FIRST
-    # It is the one that has its turn last; here it is refused.
+    # This program would get the last turn; here it is refused.
     line.close()
     assert ask.answer() == "(0, 719)"
     assert not (tmp_path / "asked").exists()
@@ -196,7 +198,7 @@ def test_who_meets_a_neighbours_trap_looks(
     neighbour = domain.client().ready()
     assert neighbour.error("dev.launch('trap')") is None
     until(lambda: domain.status() == "FAULT")
-    # Its copy has asked, and was let through, for no word came.
+    # Its driver instance queried the cause, since no command came within the wait.
     until(lambda: (tmp_path / "asked").exists())
     assert looked(line) == 0
     goes_on(line, ask)

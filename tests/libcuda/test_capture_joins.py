@@ -1,4 +1,4 @@
-"""Captures that several streams are in: one joins by waiting for an event that was recorded in another."""
+"""Captures that span several streams: a stream joins by waiting for an event recorded in another stream."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORK = (
     "gpu.code('cuStreamWaitEvent', s, f, 0)",
     "gpu.run('add', n, 8, 100, stream=s)",
 )
-"""n: 100 more than m is between what is added to it."""
+"""The kernel between two additions to m makes n 100 more than m."""
 LAUNCH = "gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m), gpu.word(n)"
 EDGES = "[sorted(nodes.of(g).index(b) for b in nodes.before(a)) for a in nodes.of(g)]"
 CAPTURED = "[(gpu.code('cuStreamIsCapturing', of, ctypes.byref(status)), status.value) for of in (s, t)]"
@@ -65,7 +65,7 @@ def test_a_forked_capture_that_a_move_overtakes_is_the_same_graph(
     assert ask(CAPTURED) == "[(0, 0), (0, 0)]"
     assert ask(EDGES) == "[[], [0], [0], [1, 2]]"
     assert ask(LAUNCH) == "(0, 0, 11, 101)"
-    # Made anew from what was captured, where nothing of it is under way.
+    # The graph is built from the recorded capture; none of its work is in flight.
     stand_by(line, third, copies, 2)
     break_domain(second)
     assert move(line, 2).text in ("", "mode keep")
@@ -79,7 +79,8 @@ def test_a_forked_capture_that_a_move_overtakes_is_the_same_graph(
 def test_a_stream_that_goes_in_a_capture_of_another_one_has_done_its_part(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int, joined: bool
 ) -> None:
-    """And its name is nobody's in the capture: it is another stream's soon."""
+    """A destroyed stream leaves the capture, and its handle, soon reused by another stream, is not part of
+    it."""
     line = post.greet(mode)
     start(ask)
     stand_by(line, second, copies)
@@ -110,7 +111,7 @@ WRONG = {
         905,
     ),
 }
-"""By what is done, the call that it makes fail, and how."""
+"""By the wrong operation: the operation, the call that then fails, and its error code."""
 
 
 @MODES
@@ -119,7 +120,7 @@ WRONG = {
 def test_what_may_not_be_fails_as_at_home(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int, moved: bool, what: str
 ) -> None:
-    """And the next capture is well."""
+    """Forbidden operations fail as without the proxy, and the next capture works."""
     line = post.greet(mode)
     start(ask)
     ask("u, v = (gpu.made('cuStreamCreate', 1) for _ in 'uv')")
@@ -135,7 +136,7 @@ def test_what_may_not_be_fails_as_at_home(
     if what != "unjoined":
         records = "gpu.code('cuEventRecord', f, s), gpu.code('cuEventRecordWithFlags', e, s, 1)"
         assert ask(records) == "(901, 901)"
-        # The refused record has left the event as it was.
+        # The refused record left the event unchanged.
         assert ask("gpu.code('cuStreamWaitEvent', v, f, 0)") == ("0" if what == "from outside" else "901")
         assert ask(f"gpu.run('add', m, 8, 1, stream=t), {END.format('s')}") == "(901, 901)"
     if what == "merged":
@@ -178,9 +179,9 @@ def test_a_stream_that_only_waited_for_another_leaves_a_wait_for_that_one_a_proo
     captured: tuple[str, ...],
     what: str,
 ) -> None:
-    """And nobody is told that work may be missing, who has waited for the one stream that had any."""
+    """A program that waited for the only stream with work is not told that work may be missing."""
     line = post.greet(KEEPS)
-    # Nothing that the program waits for by itself: no copy, no buffer that is filled.
+    # Allocate without any call that waits implicitly: no copy and no filled buffer.
     ask("m, n = (gpu.made('cuMemAlloc_v2', ctypes.c_size_t(4 << 20)) for _ in 'mn')")
     ask("s, t = (gpu.made('cuStreamCreate', 1) for _ in 'st')")
     ask("e, f = (gpu.made('cuEventCreate', 0) for _ in 'ef')")

@@ -1,4 +1,4 @@
-"""What a capture that a move overtakes is to the program: its number, and the events that were in it."""
+"""A capture that a move overtakes keeps its identifier and the events that belong to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["ask", "backend", "copies", "domain", "post", "second", "third"]
 def test_an_event_that_has_left_a_capture_stays_out_of_it(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int, then: str
 ) -> None:
-    """Who waits for it afterwards does not come into the capture that goes on."""
+    """A stream that waits for such an event later does not join the continued capture."""
     line = post.greet(mode)
     ask("m = gpu.memory(4 << 20); s, t = (gpu.made('cuStreamCreate', 1) for _ in 'st')")
     ask("e = gpu.made('cuEventCreate', 0); gpu.sync()")
@@ -35,7 +35,7 @@ def test_an_event_that_has_left_a_capture_stays_out_of_it(
         ask("was = e; e = gpu.made('cuEventCreate', 0)")
     break_domain(domain)
     assert move(line).text in ("", "mode keep")
-    # In mode `keep` who waits for what was in flight is told once that it may be lost.
+    # In mode `keep`, a wait for the work in flight reports once that it may be lost.
     waited = 719 if mode == moving.KEEP and "Record" in then else 0
     assert ask("gpu.code('cuEventSynchronize', e)") == str(waited)
     assert ask("gpu.run('add', m, 8, 10, stream=s)") == "0"
@@ -53,7 +53,8 @@ INFO = """info = lambda of: (lambda status, its: (gpu.code('cuStreamGetCaptureIn
 def test_a_capture_is_the_same_one_to_the_program(
     domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int
 ) -> None:
-    """PyTorch tells by its number whose allocations are a graph's. No later one has a number again."""
+    """A capture keeps its identifier, which PyTorch uses to assign allocations to graphs; no later capture
+    reuses it."""
     line = post.greet(mode)
     ask("m = gpu.memory(4 << 20); s, t = (gpu.made('cuStreamCreate', 1) for _ in 'st'); gpu.sync()")
     ask(INFO.replace("\n", " "))

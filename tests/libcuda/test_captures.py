@@ -1,4 +1,4 @@
-"""Memory that is allocated and freed during stream captures: as without the proxy."""
+"""Memory allocated and freed during stream captures behaves as without the proxy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from tests.support.libcudas import Libraries
 
 
 def test_a_capture_goes_on_as_without_whoever_allocates_or_frees(libraries: Libraries) -> None:
-    """In each mode, by the thread that captures and by another; and what was freed meanwhile comes back."""
+    """Captures continue in each mode while any thread allocates or frees, and the freed memory is
+    returned."""
     script = """
 import threading
 start()
@@ -67,7 +68,8 @@ print(json.dumps(room() == before))
 
 
 def test_what_an_ended_context_captured_keeps_no_memory_back(libraries: Libraries) -> None:
-    """A context that is reset in the middle of a capture; another device's capture goes on."""
+    """A context reset in the middle of a capture returns its memory; a capture on another device
+    continues."""
     script = """
 start()
 before, stream, other, graph = room(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -96,7 +98,7 @@ print(json.dumps([*seen, room() == before]))
 
 
 def test_a_capture_begun_by_the_first_version_is_one_too(libraries: Libraries) -> None:
-    """It ends once: the next one is seen as well."""
+    """A capture begun with the first API version ends once, and the next one is seen too."""
     script = """
 start()
 seen, before, stream, graph = [], room(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -114,7 +116,8 @@ print(json.dumps([*seen, room() == before]))
 
 
 def test_no_allocation_waits_for_work_because_something_was_freed_in_a_capture(libraries: Libraries) -> None:
-    """Work that ends with what the program does after the allocation; and memory that has run out."""
+    """An allocation neither waits for work that the program completes later, nor fails on memory freed in
+    a capture."""
     script = """
 import select
 start()
@@ -140,7 +143,7 @@ print(json.dumps([*seen, small > 0, large > 0]))
 
 
 def test_who_may_not_wait_loses_nothing_that_was_freed_in_a_capture(libraries: Libraries) -> None:
-    """A function of the host that frees: it is refused, and what was put off is freed with the next one."""
+    """A free inside a host callback is refused; deferred frees are completed with the next free."""
     script = """
 start()
 before, stream, graph, seen = room(), ctypes.c_void_p(), ctypes.c_void_p(), []

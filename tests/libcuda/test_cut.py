@@ -1,4 +1,4 @@
-"""How a copy's way to its memory is cut off, over a UVM that a program imitates: no driver, no GPU."""
+"""The cut of a driver instance's path to its memory, tested over an imitated UVM without driver and GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When an epoch ends: nothing of it is done again then."""
+"""When an epoch ends: work of a finished epoch is never replayed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORK = f"""set([gpu.run('add', m, 8, 1, stream=two) for _ in range({MANY})] + [
 def test_a_wait_for_one_stream_ends_an_epoch_of_several(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """All has ended by then, but that of the other stream it is not said by what is waited for."""
+    """A wait for one stream completes work in other streams too, which the wait itself does not prove."""
     line = post.greet(moving.EXACT)
     assert ask(MADE) == "None"
     rounds = 0
@@ -40,7 +40,7 @@ def test_a_wait_for_one_stream_ends_an_epoch_of_several(
         assert ask(WORK) == "{0}"
         return move(line, rounds).values[4]
 
-    # The other stream's mark may come too late for one wait.
+    # The other stream's completion mark may come too late for a single wait.
     until(lambda: done_again() < MANY)
     assert ask("[gpu.sync(), gpu.word(m)]") == f"[0, {rounds * (MANY + 1)}]"
     assert ask.end() == ""
@@ -48,7 +48,8 @@ def test_a_wait_for_one_stream_ends_an_epoch_of_several(
 
 @EXACT
 def test_what_is_captured_is_left_alone(post: Post, ask: Program) -> None:
-    """The wait may be another thread's. The legacy stream's mark would end the capture in a blocking one."""
+    """A wait of any thread leaves a capture valid; a mark in the legacy stream would end one in a blocking
+    stream."""
     post.greet(moving.EXACT)
     assert ask(MADE + "; s = gpu.made('cuStreamCreate', 0)") == "None"
     assert ask("gpu.run('add', m, 8, 1)") == "0"
@@ -63,8 +64,9 @@ def test_what_is_captured_is_left_alone(post: Post, ask: Program) -> None:
 @EXACT
 @pytest.mark.parametrize(
     ("mib", "operations"),
-    # It is saved, the kernel runs; its mark does not.
-    # What is large is saved by more, beside the kernel's stream, which waits for the word that says so.
+    # Two operations: the snapshot and the kernel. The completion mark does not run.
+    # A large snapshot takes more operations in its own stream; the kernel's stream waits for the last of
+    # them.
     [(8, 2), (80, 4)],
 )
 def test_a_planned_move_takes_the_gpus_word_that_work_has_ended(
@@ -78,7 +80,8 @@ def test_a_planned_move_takes_the_gpus_word_that_work_has_ended(
     mib: int,
     operations: int,
 ) -> None:
-    """The driver's comes sooner, and in a context that dies it may be wrong."""
+    """A planned move trusts the completion mark that the GPU wrote, since the driver's answer may be early
+    or wrong."""
     line = post.greet(moving.EXACT)
     ask(f"m = gpu.memory({mib} << 20)")
     stand_by(line, second, copies)
@@ -101,17 +104,17 @@ def test_a_planned_move_takes_the_gpus_word_that_work_has_ended(
 def test_what_is_saved_waits_for_nothing_that_runs(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """When the epoch began nothing was open: the copy is of what was there then, whatever runs."""
+    """Snapshots do not wait for running work, since no work was open when the epoch began."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20); n = gpu.memory(4 << 20)")
     stand_by(line, second, copies)
     assert ask("gpu.run('add', m, 8, 5), gpu.run('add', n, 8, 6), gpu.sync()") == "(0, 0, 0)"
-    # What the last epoch saved is copied at once: so that it is m alone.
+    # Buffers saved in the last epoch are saved first: make that m alone.
     assert ask("[gpu.run('add', m, 8, 1) for _ in range(2)], gpu.sync()") == "([0, 0], 0)"
-    # What is saved is waited for where it is not known to be there.
+    # A snapshot that is not known to be complete is waited for.
     gate.let(0)
     assert ask("gpu.run('long', m, 8, 1), gpu.run('add', n, 8, 1)") == "(0, 0)"
-    # What is saved, the kernel behind that; then what is saved again.
+    # Run the snapshot, the kernel after it, and the second snapshot.
     gate.let(3)
     until(lambda: gate.left() == 0)
     break_domain(domain)
@@ -131,13 +134,13 @@ def test_what_epochs_write_again_and_again_is_saved_at_once(
     assert ask(add) == "([0, 0, 0], 0)"
     gate.let(0)
     assert ask("gpu.run('add', several[0], 8, 1)") == "0"
-    # The kernel that saves all: none of the program's has begun.
+    # Run the kernel that saves all buffers; none of the program's kernels has begun.
     gate.let(1)
     until(lambda: gate.left() == 0)
     break_domain(domain)
     said = move(line)
     assert (said.text, said.values[3], said.values[4]) == ("", 6 << 20, 1)
-    # One that was freed since is not asked for any more, and what is there instead is its own.
+    # A freed buffer is not saved any more, and new memory in its place has its own record.
     assert ask("gpu.code('cuMemFree_v2', several.pop(1)), gpu.sync()") == "(0, 0)"
     assert ask(add.replace("8, 1", "8, 2")) == "([0, 0], 0)"
     assert ask("[gpu.word(m) for m in several]") == "[4, 3]"
@@ -148,14 +151,14 @@ def test_what_epochs_write_again_and_again_is_saved_at_once(
 def test_who_finds_all_saved_waits_for_the_copies(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """Another stream than the one that they were made for: its kernels must not be the first to begin."""
+    """A kernel in another stream than the snapshot's does not begin before the snapshot is complete."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20); streams = [gpu.made('cuStreamCreate', 1) for _ in range(12)]")
     stand_by(line, second, copies)
     add = "set(gpu.run('add', m, 8, 1, stream=s) for s in streams)"
     assert ask(f"{add}, gpu.sync()") == "({0}, 0)"
     gate.let(0)
-    # From the third one on nothing is looked for but in which epoch it was saved.
+    # From the third launch on, the proxy only checks in which epoch the buffer was saved.
     assert ask("{gpu.run('add', m, 8, 1, stream=streams[0]) for _ in range(3)}, " + add) == "({0}, {0})"
     gate.let(1)
     until(lambda: gate.left() == 0)

@@ -1,4 +1,5 @@
-"""Copies in mode `exact`: what the program has seen, what is read when, what the driver refuses."""
+"""Copies in mode `exact`: results that the program has seen, the time of reading, and copies that the
+driver refuses."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ SEEN = {
 def test_what_the_program_has_seen_is_not_written_again(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, copy: str
 ) -> None:
-    """Another stream's work is unproven, so the epoch is not over. `b` waits for the legacy stream."""
+    """Replay does not overwrite results that the program saw, although the epoch is open; `b` waits for
+    the legacy stream."""
     line = post.greet(moving.EXACT)
     ask("import ctypes; m = gpu.memory(8 << 20); n = gpu.memory(8 << 20); s = gpu.stream(); t = gpu.stream()")
     ask("b = gpu.made('cuStreamCreate', 0)")
@@ -82,7 +84,7 @@ COPY = {
 }
 REACHED = "gpu.code('cuEventRecord', e, {0}), gpu.code('cuEventSynchronize', e)"
 KERNEL = "gpu.run('add', n + 64, 8, 1, stream={})"
-# Of a stream and the legacy one: what comes after what, and what the program waits for.
+# Ways to order a stream and the legacy stream, each with what the program waits for.
 ORDERS = {
     "same": ["a", REACHED.format("a")],
     "legacy, then an event": ["0", KERNEL.format("b"), REACHED.format("b")],
@@ -104,7 +106,8 @@ ORDERS = {
 def test_streams_that_wait_for_each_other_prove_each_other(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, way: str, order: list[str]
 ) -> None:
-    """What was read may be written over then, and what was written may be changed; `t` is unproven."""
+    """Completion of one stream proves that the streams it waited for have completed, so their buffers may
+    change; `t` is unproven."""
     line = post.greet(moving.EXACT)
     ask("import ctypes; m = gpu.memory(8 << 20); n = gpu.memory(8 << 20); t = gpu.stream()")
     ask("a = gpu.made('cuStreamCreate', 0); b = gpu.made('cuStreamCreate', 0)")
@@ -148,7 +151,7 @@ def test_rows_that_are_read_are_written_over_later(
 def test_a_stream_that_is_ended_behind_a_function_that_waits_is_not_forgotten(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """Another stream gets the address or the place of it; what was in flight is lost, and that is said."""
+    """Lost work of a destroyed stream is reported, even if another stream gets the same handle or slot."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20); n = gpu.memory(8 << 20); s = gpu.stream(); gpu.sync()")
     stand_by(line, second, copies)
@@ -159,10 +162,10 @@ def test_a_stream_that_is_ended_behind_a_function_that_waits_is_not_forgotten(
     both = "gpu.run('add', n, 8, 1, stream=t), gpu.code('cuStreamSynchronize', t)"
     assert ask(f"{both}, {both}") == "(0, 0, 0, 0)"
     break_domain(domain)
-    assert move(line).text == "a host function that waits"
+    assert move(line).text == "a pending host callback"
     ask("gpu.go('a')")
     assert ask("gpu.sync(), gpu.word(n)") == "(719, 2)"
-    assert "a host function that waits" in ask.end()
+    assert "a pending host callback" in ask.end()
 
 
 @pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": mode} for mode in ("exact", "keep")], indirect=True)
@@ -194,7 +197,7 @@ def test_pageable_memory_is_read_behind_a_function_of_the_host(post: Post, ask: 
     ],
 )
 def test_an_address_of_the_gpus_that_is_named_the_hosts(post: Post, ask: Program, call: str) -> None:
-    """As the driver takes it: they are of one space."""
+    """A device address passed as a host address works as with the driver, since addresses are unified."""
     mode = {"keep": moving.KEEP, "exact": moving.EXACT}.get(ask("os.environ['MPSD_FAILOVER']").strip("'"))
     if mode is not None:
         post.greet(mode)

@@ -1,5 +1,4 @@
-"""Random programs, moved at every boundary between their calls and inside the calls that wait: what they see
-is what they would have seen without a fault."""
+"""Random programs, moved between any two calls and inside waits, see the same results as without a fault."""
 
 from __future__ import annotations
 
@@ -44,14 +43,14 @@ OF_LARGE = {"in_pinned", "rows_in_pinned", "host", "host_same", "host_twice"}
 Step = tuple[str, int, int, int, int]
 
 MAPPED = (0, 2)
-"""The buffers that the program maps itself, where it does."""
+"""Buffers that the program maps itself, if it maps any."""
 
 LARGE = (0, 2, 3)
-"""The buffers that a large copy fits into."""
+"""Buffers that are large enough for a large copy."""
 
 
 def model(steps: Sequence[Step], mapped: Sequence[int] = ()) -> list[int]:
-    """What the program of epochs.py sees."""
+    """Compute what the program of epochs.py sees."""
     buffers = [[0] * WORDS for _ in range(4)]
     seen: list[int] = []
     hosted = 0
@@ -114,7 +113,7 @@ def model(steps: Sequence[Step], mapped: Sequence[int] = ()) -> list[int]:
 
 
 class Moved(Alone):
-    """epochs.py, which is moved from one domain to the next."""
+    """Run epochs.py and move it from one domain to the next."""
 
     def __init__(self, libraries: Libraries, post: Post, folder: Path) -> None:
         super().__init__(libraries, post, folder, "epochs.py")
@@ -139,10 +138,12 @@ class Moved(Alone):
         more: int | None = None,
         ahead: bool = False,
     ) -> list[int]:
-        """What the program sees that is moved before step `at`, or while it does that step, when its GPU has
-        done `lets` of the operations since its last wait; and does so many more while it is cut off. `ahead`:
-        what it does again is given to the next one meanwhile."""
-        # A program that hangs ends, and so says nothing more.
+        """Return what the program sees when it is moved before or (`inside`) during step `at`.
+
+        The GPU has executed `lets` operations since the last wait, and executes `more` while the old
+        context is cut off. `ahead`: the replay is submitted to the next context meanwhile.
+        """
+        # Kill a program that hangs, so that reading from it ends.
         watch = threading.Timer(DEADLINE_S, self.process.kill)
         watch.start()
         try:
@@ -181,7 +182,7 @@ class Moved(Alone):
         return list(map(int, json.loads(line)))
 
     def run_twice(self, steps: Sequence[Step], at: int, held: int, lets: int, lets_again: int) -> list[int]:
-        """As run(), but the next context is lost too, when its GPU has done `lets_again` operations."""
+        """Run as run(), but lose the next context too, after its GPU has executed `lets_again` operations."""
         there = self.stand_by()
         self._tell(json.dumps({"steps": steps, "stops": [held, at], "mapped": []}))
         self._until(str(held))
@@ -266,7 +267,7 @@ def test_what_the_program_maps_itself_is_as_without_a_fault(
 @examples(5)
 @given(
     steps=steps({"add", "fill", "copy", "sum", "set", "host", "wait", "rows_set", "rows_copy"}),
-    # What is saved first, and the words of that, have come.
+    # The snapshots and their completion marks have executed.
     lets=st.lists(st.integers(2, 6), min_size=11, max_size=11),
     more=LETS,
 )
@@ -280,7 +281,7 @@ def test_what_the_old_context_still_does_while_it_is_cut_off_is_undone_too(
 def test_it_is_given_to_the_next_one_meanwhile(programs: Programs, more: int) -> None:
     steps: list[Step] = [("add", 0, 0, 0, 5), ("wait_all", 0, 0, 0, 0)]
     steps += [("add", 0, 0, 0, 3), ("add", 0, 0, 0, 4), ("sum", 0, 1, 0, 0)]
-    # What the buffer was is saved, that is noted, an event recorded.
+    # Run the snapshot of the buffer, its completion mark and an event record.
     found = programs.one().run(steps, 4, 3, inside=False, more=more, ahead=True)
     assert found == model(steps)
 
@@ -317,12 +318,12 @@ def move_everywhere(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("value", [4, 5], ids=["callback", "function"])
 def test_functions_of_the_host_work_on_what_is_copied_out_and_in(programs: Programs, value: int) -> None:
-    """Moved when the GPU is anywhere in it, and inside what waits."""
+    """Host callbacks work on copied data when the program is moved at any operation or inside a wait."""
     kinds = "host host host_twice host_seen host_small host_small host_same copy add host_same"
     streams = (1, 1, 2, 0, 0, 1, 0, 2, 0, 1)
     steps: list[Step] = [("fill", 0, 0, 0, 7), ("wait_all", 0, 0, 0, 0)]
     steps += [(kind, stream, 0, 3, value) for kind, stream in zip(kinds.split(), streams, strict=True)]
-    # What was copied in is used before it is written over.
+    # The copied data is used before it is overwritten.
     steps[9] = ("copy", 2, 3, 0, value)
     for at, inside in ((5, False), (5, True), (7, True), (8, True), (11, True), (12, False), (12, True)):
         for lets in range(0, 24, of(3 if at == 5 else 4, 8)):
@@ -350,7 +351,8 @@ def test_what_is_written_in_part_before_it_is_written_whole(programs: Programs, 
 
 
 def test_what_is_behind_a_function_that_did_not_run_has_not_ended(programs: Programs) -> None:
-    """A callback of the lost context comes behind it; the order of streams has proven what is before it."""
+    """Work behind a host callback that did not run counts as unfinished; stream order proves the work
+    before it."""
     steps: list[Step] = [("add", 0, 0, 0, 13), ("host", 3, 0, 0, 1), ("host_same", 0, 0, 0, 1)]
     steps.append(("host", 0, 0, 0, 42))
     for lets in range(0, 24, of(1, 3)):

@@ -1,4 +1,4 @@
-"""clients/examples/counting.py counts, on the stand-in driver and through the proxy."""
+"""clients/examples/counting.py counts on the stand-in driver, through the proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Far zones on the stand-in driver: managed ranges below and behind all pieces of a window."""
+"""Far zones on the stand-in driver: managed ranges below and above all segments of a window."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from mpsd.base.model import Access
 from mpsd.gpu.base import Backend
-from mpsd.model import Access
-from mpsd.vault.wire import Status
+from mpsd.vault.messages import Status
 from tests.libcuda.test_zones import heard
 from tests.support.libcudas import Libraries
 from tests.support.simfixtures import backend, domain
@@ -43,7 +43,7 @@ PLENTY = 64 * GIB
 
 
 def alone(libraries: Libraries, budget: int = PLENTY, far: int = 8 * GIB, **extra: str) -> Obedient:
-    chosen = {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(budget), "MPSD_FAR_BYTES": str(far), **extra}
+    chosen = {"vault": "1", "zone_budget": str(budget), "far_bytes": str(far), **extra}
     return Obedient(libraries.environment(proxied=True, **chosen))
 
 
@@ -55,7 +55,7 @@ def far_zones(ledger: LedgerView) -> list[Zone]:
 
 
 def runs(ledger: LedgerView) -> list[tuple[int, int]]:
-    """What far zones cover, those that touch taken together."""
+    """Return the ranges that far zones cover, adjacent zones joined."""
     joined: list[tuple[int, int]] = []
     for zone in far_zones(ledger):
         if joined and joined[-1][1] == zone.start:
@@ -93,7 +93,7 @@ def test_without_them_memory_lies_where_it_did(libraries: Libraries) -> None:
 
 
 def test_they_give_way_before_anything_is_mapped_in_them(libraries: Libraries) -> None:
-    """Every allocation lies where a far zone was."""
+    """A far zone gives way before an allocation is mapped in its place; here every allocation lies in one."""
     with alone(libraries) as program:
         ledger = None
         for _ in range(6):
@@ -110,7 +110,8 @@ def test_they_give_way_before_anything_is_mapped_in_them(libraries: Libraries) -
 
 
 def test_what_is_left_of_a_cut_one_is_as_old_as_it_was(libraries: Libraries) -> None:
-    """An access from before, of which nobody has read yet, is a hit still."""
+    """The remainder of a cut far zone keeps its age, so an access that nothing has read yet still counts
+    as a hit."""
     with alone(libraries) as program:
         first = program.do("alloc(4 << 20)")
         ledger = program.ledger()
@@ -122,7 +123,7 @@ def test_what_is_left_of_a_cut_one_is_as_old_as_it_was(libraries: Libraries) -> 
 
 
 def test_they_come_back_to_what_is_free_again(libraries: Libraries) -> None:
-    with alone(libraries, MPSD_QUARANTINE_S="0") as program:
+    with alone(libraries, quarantine_s="0") as program:
         first = program.do("alloc(4 << 20)")
         ledger = program.ledger()
         before = runs(ledger)
@@ -135,7 +136,8 @@ def test_they_come_back_to_what_is_free_again(libraries: Libraries) -> None:
 
 
 def test_they_have_half_of_what_pieces_leave(libraries: Libraries) -> None:
-    """Chunk by chunk, the furthest first, they give way to pieces and quarantine, which lose nothing."""
+    """Far zones get half of the remaining budget and yield chunk by chunk, furthest first, to segments and
+    quarantine."""
     with alone(libraries, 2 * GIB) as program:
         pieces = [program.do("alloc(2 << 20)") for _ in range(4)]
         ledger = program.ledger()
@@ -150,7 +152,7 @@ def test_they_have_half_of_what_pieces_leave(libraries: Libraries) -> None:
         assert len(seen) > 2 and (ledger.sparse_zones, ledger.uncovered) == (0, 0)
         guards = [zone for zone in ledger.zones() if zone.role == GUARD]
         assert len(guards) == 2 * len(pieces)
-        # What no longer has room is sparse, as ever.
+        # A zone that exceeds the budget is sparse.
         program.do("alloc(2 << 20)")
         assert ledger.sparse_zones == 1
         assert program.do(f"[free(one) for one in {pieces[4:]!r}] and 0") == 0
@@ -158,7 +160,7 @@ def test_they_have_half_of_what_pieces_leave(libraries: Libraries) -> None:
 
 
 def test_they_give_way_to_the_quarantine(libraries: Libraries) -> None:
-    with alone(libraries, 2 * ZONE + NULL + 12 * MIB, 8 * MIB, MPSD_QUARANTINE_BYTES=str(GIB)) as program:
+    with alone(libraries, 2 * ZONE + NULL + 12 * MIB, 8 * MIB, quarantine_bytes=str(GIB)) as program:
         freed = program.do("alloc(10 << 20)")
         ledger = program.ledger()
         assert 0 < ledger.far_bytes <= 6 * MIB
@@ -199,10 +201,10 @@ def test_a_child_leaves_those_of_its_parent(libraries: Libraries) -> None:
 
 
 def test_all_of_a_full_window_is_memory_s(libraries: Libraries) -> None:
-    """Behind the last piece is no room; what finds none is the driver's own, as without them."""
+    """A full window holds only memory: beyond it, allocations come from the driver, as without far zones."""
     counts = []
     for far in (0, 8 * GIB):
-        chosen = {"MPSD_WINDOW_BYTES": str(128 * MIB), "MPSD_ZONE_BYTES": str(2 * MIB)}
+        chosen = {"window_bytes": str(128 * MIB), "zone_bytes": str(2 * MIB)}
         with alone(libraries, far=far, **chosen) as program:
             bases = [program.do("alloc(2 << 20)") for _ in range(25)]
             inside = [one for one in bases if 0 <= one - bases[0] < 128 * MIB]
@@ -217,13 +219,13 @@ def test_all_of_a_full_window_is_memory_s(libraries: Libraries) -> None:
 
 @pytest.mark.parametrize("below", [0, 4096])
 def test_a_window_that_was_wanted_somewhere_has_its_memory_there(libraries: Libraries, below: int) -> None:
-    """What lies below the place is not taken for it."""
+    """A window placed by window_base starts its memory there; the space below is not used."""
     base = 0x310000000000
     taken = f"""(
         setattr(libc := ctypes.CDLL(None).mmap, "restype", ctypes.c_uint64),
         libc(*map(ctypes.c_void_p, ({base - 4096}, {below} or 4096)), 3, 0x100022, -1, ctypes.c_long(0)),
     )[1]"""
-    with alone(libraries, MPSD_WINDOW_BASE=hex(base), MPSD_WINDOW_BYTES=str(256 * MIB)) as program:
+    with alone(libraries, window_base=hex(base), window_bytes=str(256 * MIB)) as program:
         if below:
             assert program.do(" ".join(taken.split())) == base - below
         assert program.do("alloc(4 << 20)") == base + ZONE
@@ -250,7 +252,7 @@ def test_whatever_comes_and_goes_they_lie_where_nobody_is(
     libraries: Libraries, seed: int, budget: int, far: int
 ) -> None:
     chance = random.Random(seed)
-    chosen = {"MPSD_QUARANTINE_BYTES": str(24 * MIB)}
+    chosen = {"quarantine_bytes": str(24 * MIB)}
     with alone(libraries, budget, far, **chosen) as program:
         living: dict[int, tuple[int, int]] = {}
         program.do("alloc(4 << 20)")
@@ -274,7 +276,8 @@ def test_whatever_comes_and_goes_they_lie_where_nobody_is(
 
 
 def test_the_nearest_of_two_devices_come_first(libraries: Libraries) -> None:
-    """What the first device has taken the furthest for goes to the second one's nearest."""
+    """The zones nearest to two devices come first: the first device's furthest zones yield to the second
+    device's nearest."""
     other = (
         "cuda.cuDevicePrimaryCtxRetain(ctypes.byref(second := ctypes.c_void_p()), 1),"
         "cuda.cuCtxSetCurrent(second), alloc(4 << 20), cuda.cuCtxSetCurrent(context)"
@@ -292,14 +295,14 @@ def test_the_nearest_of_two_devices_come_first(libraries: Libraries) -> None:
         assert found[3][0] == base + 4 * MIB + ZONE and found[2][1] == base - ZONE
         near = ledger.managed_bytes - ledger.far_bytes
         assert ledger.far_bytes <= (12 * GIB - near) // 2
-        # The end of one device's context leaves the other's room.
+        # After the end of one device's context the other device can use its budget.
         assert program.do("cuda.cuDevicePrimaryCtxReset_v2(1)") == 0
         assert len(runs(ledger)) == 2
         program.do("alloc(4 << 20)")
         assert runs(ledger)[0][0] == below[0]
 
 
-# -- the daemon's word -------------------------------------------------------------------------------------
+# -- the daemon's answer -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -312,7 +315,7 @@ def place() -> Iterator[Path]:
 def granted(
     place: Path, program: Obedient, grant: tuple[int, int] | Status, *, reads_far: bool
 ) -> Iterator[int]:
-    """A daemon that has one more piece of the program, and has said its word."""
+    """Run a daemon that receives one more segment of the program and answers with `grant`."""
     place.unlink(missing_ok=True)
     with GrantingVault(place, grant, reads_far=reads_far) as vault:
         base = program.do("alloc(4 << 20)")
@@ -321,12 +324,13 @@ def granted(
 
 
 def client(libraries: Libraries, place: Path) -> Obedient:
-    chosen = {"MPSD_VAULT_SOCKET": str(place), "MPSD_FAR_BYTES": str(8 * GIB)}
+    chosen = {"MPSD_VAULT_SOCKET": str(place), "far_bytes": str(8 * GIB)}
     return Obedient(libraries.environment(proxied=True, **chosen))
 
 
 def test_they_are_only_for_a_daemon_that_reads_of_them(libraries: Libraries, place: Path) -> None:
-    """One that does not would leave the program to go on with wrong results."""
+    """Far zones exist only with a daemon that reads their hits; otherwise a program would continue with
+    wrong results."""
     with client(libraries, place) as program:
         with granted(place, program, (PLENTY, 100), reads_far=True):
             ledger = program.ledger()
@@ -369,7 +373,7 @@ def test_a_hit_far_away_is_reported(libraries: Libraries, domain: Domain, backen
 
 
 def test_there_are_none_unless_they_are_asked_for(libraries: Libraries) -> None:
-    chosen = {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(PLENTY)}
+    chosen = {"vault": "1", "zone_budget": str(PLENTY)}
     with Obedient(libraries.environment(proxied=True, **chosen)) as program:
         base = program.do("alloc(4 << 20)")
         assert far_zones(program.ledger()) == []

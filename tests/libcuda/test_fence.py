@@ -1,7 +1,7 @@
-"""A move does not wait for the unmapping in its old copy where it is known sooner that nothing writes on:
-nothing is in flight, the copy's way to the memory is cut off, or the daemon says so.
+"""A move skips waiting for the unmapping in the old context if something proves earlier that the context
+cannot write any more.
 
-Long because each of these ways has its own beginnings and ends.
+Proofs: nothing is in flight, the old context's path to the memory is cut off, or the daemon says so.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ __all__ = ["ask", "backend", "copies", "domain", "gate", "next_gate", "post", "s
 A_WHILE_S = 0.1
 SEVERAL = pytest.mark.parametrize(
     "ask",
-    [{"MPSD_FAILOVER": "exact"}, {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_CUTTERS": "8"}],
+    [{"MPSD_FAILOVER": "exact"}, {"MPSD_FAILOVER": "exact", "cutters": "8"}],
     indirect=True,
     ids=["usual", "several"],
 )
-"""So many threads cut a copy off from the beginning; usually as many as there are processors for."""
+"""Number of threads that cut off an instance from the beginning; by default one for each CPU."""
 ROOM_S = 2.1
-"""Longer than a program waits for room for copies."""
+"""Longer [s] than a program waits for its snapshot buffer."""
 
 
 @pytest.mark.parametrize("sanitize", ["", "address,undefined", "thread"])
 def test_who_waits_leaves_processors_to_others_and_keeps_a_word_that_it_cannot_use_yet(
     tmp_path: Path, sanitize: str
 ) -> None:
-    """No driver, no GPU: what the fence stands on is the program's own."""
+    """A waiting thread yields its CPU and keeps a command that it cannot use yet. The test program stands
+    in for the driver and the GPU."""
     sources = [f"failover/{name}.c" for name in ("fence", "unmapping", "spins", "undoroom")]
     needs = [f"-DMPSD_{name}=0" for name in ("cuMemUnmap", "cuMemRelease")]
     wraps = "-Wl,--wrap=sched_getaffinity,--wrap=mpsd_fence_rest"
@@ -57,7 +58,7 @@ def test_who_waits_leaves_processors_to_others_and_keeps_a_word_that_it_cannot_u
 
 
 def moving_out(line: Line, gate: Gate, domain: Domain, second: Domain, ask: Program, copies: Path) -> None:
-    """It has done something, has something in flight, and is moving out."""
+    """Start a move of a program with completed work and with work in flight."""
     at_work(line, gate, second, ask, copies)
     lose(line, gate, domain)
 
@@ -65,20 +66,20 @@ def moving_out(line: Line, gate: Gate, domain: Domain, second: Domain, ask: Prog
 def at_work(
     line: Line, gate: Gate, second: Domain, ask: Program, copies: Path, *, saved: bool = False
 ) -> None:
-    """`saved`: what the kernel that does not begin may write is saved."""
+    """Put a kernel in flight that does not begin. `saved`: the buffer that it may write is saved."""
     assert ask("m = gpu.memory(8 << 20); n = gpu.memory(600)") == "None"
     stand_by(line, second, copies)
     assert ask("[gpu.run('add', m, 8, 4), gpu.sync()]") == "[0, 0]"
     gate.let(0)
     assert ask("gpu.run('add', m, 8, 1)") == "0"
     if saved:
-        # The kernel that saves it says so itself.
+        # The kernel that saves the buffer marks its own completion.
         gate.let(1)
         until(gate.is_done)
 
 
 def lose(line: Line, gate: Gate, domain: Domain, keep: int = UNMAP) -> None:
-    """The domain is lost, and the program, which is told so, is kept where it unmaps its memory there."""
+    """Make the domain fault, send the move command and hold the program where it unmaps its memory."""
     gate.keep(keep)
     break_domain(domain)
     line.say(moving.MOVE, 1, again=1)
@@ -99,7 +100,7 @@ def test_the_daemons_word_is_a_fence(
     assert line.hear(moving.MOVED).generation == 1
     assert ask("[gpu.sync(), gpu.word(m), gpu.run('add', m, 8, 1), gpu.sync()]") == "[0, 5, 0, 0]"
     assert ask("gpu.word(m)") == "6"
-    # What it frees and makes meanwhile is the next copy's.
+    # Memory freed and allocated meanwhile belongs to the new driver instance.
     assert ask("[gpu.code('cuMemFree_v2', m), (k := gpu.memory(8 << 20)) > 0]") == "[0, True]"
     gate.keep(0)
     assert ask("[gpu.run('fill', k, 8, 3), gpu.sync(), gpu.word(k)]") == "[0, 0, 3]"
@@ -121,7 +122,7 @@ FROM_HOST = "[gpu.code('cuMemcpyHtoDAsync_v2', m, p, 4096, None)]"
 TO_HOST = (
     "[gpu.code('cuMemsetD8Async', m, 7, 4096, None), gpu.code('cuMemcpyDtoHAsync_v2', p, m, 4096, None)]"
 )
-# More than 4 GiB in all.
+# More than 4 GiB in total.
 WITHIN = "[gpu.code('cuMemsetD8Async', m, 7, 8 << 20, None) for _ in range(520)]"
 
 
@@ -132,7 +133,7 @@ WITHIN = "[gpu.code('cuMemsetD8Async', m, 7, 8 << 20, None) for _ in range(520)]
 def test_it_is_no_fence_for_copies(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, does: str
 ) -> None:
-    """An engine of its own may be at them, whatever became of the kernels."""
+    """The end of the kernels is no fence for copies, which a copy engine may still execute."""
     line = post.greet(moving.EXACT)
     assert ask("m = gpu.memory(8 << 20)") == "None"
     assert ask("p = gpu.made('cuMemHostAlloc', 4096, 0); ctypes.memset(p, 7, 4096)") == "None"
@@ -151,7 +152,7 @@ def test_it_is_no_fence_for_copies(
 @EXACT
 @pytest.mark.parametrize(
     ("does", "lets", "word"),
-    # What m was is saved, and that is noted; the copy, and that it has ended.
+    # The snapshot and its completion mark; the copy and its completion mark.
     [(FROM_HOST, 4, 0x07070708), ("[gpu.code('cuMemcpyAsync', m, n, 4096, None)]", 0, 1)],
     ids=["a copy from the host that has ended", "a copy that does not say that it is within the GPU"],
 )
@@ -226,7 +227,8 @@ def test_without_such_a_word_the_end_is_waited_for(
 def test_what_is_cut_off_need_not_be_unmapped(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, pieces: int
 ) -> None:
-    """The resource manager keeps whoever unmaps something until long after the program has gone on."""
+    """Memory that is cut off need not be unmapped: the program has moved while the resource manager still
+    blocks."""
     line = post.greet(moving.EXACT)
     assert ask(f"held = [gpu.memory(2 << 20) for _ in range({pieces})]") == "None"
     at_work(line, gate, second, ask, copies)
@@ -243,14 +245,15 @@ def test_what_is_cut_off_need_not_be_unmapped(
 
 @pytest.fixture
 def line(gate: Gate, second: Domain, post: Post, ask: Program, copies: Path) -> Line:
-    """Of a program that has something in flight, before which was saved what it may write."""
+    """Return the connection of a program with a kernel in flight and a snapshot of the buffer that it may
+    write."""
     made = post.greet(moving.EXACT)
     at_work(made, gate, second, ask, copies, saved=True)
     return made
 
 
 def leave_room_open(line: Line, gate: Gate, domain: Domain, again: int = 1) -> None:
-    """It is moving out, and kept where its room for copies is cut off."""
+    """Start a move and hold the program where it cuts off its snapshot buffer."""
     gate.keep(ROOM)
     break_domain(domain)
     line.say(moving.MOVE, 1, again=again)
@@ -258,7 +261,8 @@ def leave_room_open(line: Line, gate: Gate, domain: Domain, again: int = 1) -> N
 
 
 def room_is_open(line: Line, gate: Gate, next_gate: Gate, domain: Domain, again: int = 1) -> None:
-    """All but the room for copies is cut off; work was done again, or would be, and its words have come."""
+    """Cut off all memory but the snapshot buffer; the replay, if any, has executed with its completion
+    marks."""
     before = 1000
     next_gate.let(before)
     leave_room_open(line, gate, domain, again)
@@ -267,13 +271,14 @@ def room_is_open(line: Line, gate: Gate, next_gate: Gate, domain: Domain, again:
 
 
 def is_held(ask: Program) -> bool:
-    """Whether what it was told is not done in a while."""
+    """Return whether the program does not execute a command for a while."""
     assert ask.process.stdout is not None
     return not select.select([ask.process.stdout], [], [], A_WHILE_S)[0]
 
 
 def saves_when_room_is_cut_off(ask: Program, gate: Gate, line: Line) -> None:
-    """Not before; and that is all that there is to be seen of it until the program's end."""
+    """The program takes the next snapshot only after the snapshot buffer is cut off, and reports nothing
+    else."""
     ask.tell(ONE_MORE)
     assert is_held(ask)
     gate.keep(0)
@@ -283,7 +288,7 @@ def saves_when_room_is_cut_off(ask: Program, gate: Gate, line: Line) -> None:
 
 
 ONE_MORE = "[gpu.sync(), gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]"
-"""In an epoch of its own, so that something is saved before."""
+"""Each launch is in its own epoch, so that the buffer is saved before it."""
 
 
 @SEVERAL
@@ -319,7 +324,7 @@ def test_room_that_is_being_copied_into_is_cut_off_before_anything_is_copied_the
 def test_so_is_what_was_about_to_be_copied_into_when_the_others_were_begun(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, again: int
 ) -> None:
-    """By a copy of the driver's: it is large."""
+    """The same holds for a large buffer that the driver was about to copy into when the fence began."""
     line = post.greet(moving.EXACT)
     assert ask("w = gpu.memory(40 << 20); later = Later(gpu)") == "None"
     at_work(line, gate, second, ask, copies, saved=True)
@@ -329,7 +334,7 @@ def test_so_is_what_was_about_to_be_copied_into_when_the_others_were_begun(
     gate.keep(COPIED | UNMAP)
     line.say(moving.MOVE, 1, again=again)
     until(lambda: gate.kept() == UNMAP)
-    # The driver of the copy that is being left takes it still, but no kernel where a move is ahead.
+    # The driver of the old instance still accepts this copy, but no kernel, since a move is ahead.
     gate.keep(UNMAP)
     ask.tell("later.result()")
     assert again == 1 or ask.answer() == "0"
@@ -346,7 +351,7 @@ def test_so_is_what_was_about_to_be_copied_into_when_the_others_were_begun(
     assert ask.end() == ""
 
 
-WITHOUT_ZONES = {"MPSD_FAILOVER": "exact", "MPSD_ZONE_BYTES": "0", "MPSD_FAILOVER_UNDO_MIB": "96"}
+WITHOUT_ZONES = {"MPSD_FAILOVER": "exact", "zone_bytes": "0", "snapshot_mib": "96"}
 
 
 @pytest.mark.parametrize("ask", [WITHOUT_ZONES], indirect=True)
@@ -354,7 +359,8 @@ WITHOUT_ZONES = {"MPSD_FAILOVER": "exact", "MPSD_ZONE_BYTES": "0", "MPSD_FAILOVE
 def test_so_it_is_behind_other_room(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, before: int
 ) -> None:
-    """Of two chunks without anything between them the later one has come to lie before the other."""
+    """The same holds for a snapshot buffer behind a second buffer: of two separate chunks the later lies
+    first."""
     line = post.greet(moving.EXACT)
     some = f"some = [gpu.made('cuMemAlloc_v2', 2 << 20) for _ in range({before})]"
     assert ask(f"{some}; m, hole = [gpu.made('cuMemAlloc_v2', mib << 20) for mib in (8, 32)]") == "None"
@@ -394,7 +400,7 @@ def test_room_for_copies_that_cannot_be_cut_off_is_unmapped_before_anything_new_
     domain: Domain, gate: Gate, next_gate: Gate, ask: Program, line: Line
 ) -> None:
     room_is_open(line, gate, next_gate, domain)
-    # It is refused, and what unmaps it is kept.
+    # The cut is refused, and the unmapping is held.
     gate.keep(NO_ROOM_CUT | MANAGER)
     until(lambda: gate.kept() == MANAGER)
     assert line.hear(moving.MOVED).text == ""
@@ -405,14 +411,14 @@ def test_room_for_copies_that_cannot_be_cut_off_is_unmapped_before_anything_new_
 def test_a_program_waits_no_longer_than_seconds_for_room_for_copies(
     domain: Domain, gate: Gate, next_gate: Gate, ask: Program, line: Line
 ) -> None:
-    """Then it goes on without, and says so."""
+    """A program that has waited some seconds for its snapshot buffer continues without it and says so."""
     room_is_open(line, gate, next_gate, domain)
     line.hear(moving.MOVED)
     assert ask(ONE_MORE) == "[0, 0, 0, 6]"
     assert gate.kept() == ROOM
     gate.keep(0)
     assert ask(ONE_MORE) == "[0, 0, 0, 7]"
-    assert line.hear(moving.UNSURE).text == "room for copies into which the old context may still write"
+    assert line.hear(moving.UNSURE).text == "snapshot memory that the old context may still write"
     assert ask.end() == ""
 
 
@@ -464,14 +470,15 @@ def test_the_next_move_waits_for_the_room_of_the_one_before(
     copies: Path,
     line: Line,
 ) -> None:
-    """While the program waits for its turn."""
+    """The next move waits for the cut of the previous snapshot buffer, while the program waits for its
+    turn."""
     room_is_open(line, gate, next_gate, domain, again=2)
     line.hear(moving.MOVED)
     stand_by(line, third, copies, 2)
     break_domain(second)
     line.say(moving.MOVE, 2, again=1)
     until(line.is_read)
-    # That is a word of the domain that it leaves now.
+    # The command belongs to the domain that the program leaves now.
     line.say(moving.FENCED, 2)
     assert line.is_silent(A_WHILE_S)
     gate.keep(0)
@@ -520,8 +527,8 @@ def test_in_mode_keep_nobody_knows_what_is_in_flight(
 def test_copies_within_the_hosts_memory_are_not_done_again(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, waits: bool, call: str
 ) -> None:
-    """No fence ends what the old copy may still write there: the program is told, if it is not over. What
-    the call is named after does not matter."""
+    """Copies within host memory are not replayed: no fence stops the old context from writing there. The
+    program is told if such a copy is unfinished, whatever the call is named."""
     line = post.greet(moving.EXACT)
     assert ask("m = gpu.memory(8 << 20); p = gpu.made('cuMemHostAlloc', 4096, 0)") == "None"
     assert ask("q = gpu.made('cuMemHostAlloc', 4096, 0); ctypes.memset(q, 7, 4096)") == "None"
@@ -533,7 +540,7 @@ def test_copies_within_the_hosts_memory_are_not_done_again(
         assert ask("gpu.sync()") == "0"
     break_domain(domain)
     said = line.move(1, again=1)
-    assert (said.kind, said.text) == (moving.MOVED, "" if waits else "a copy within the host's memory")
+    assert (said.kind, said.text) == (moving.MOVED, "" if waits else "a copy within host memory")
     assert ask("gpu.sync()") == ("0" if waits else "719")
     assert ask("gpu.run('fill', m, 8, 3), gpu.sync(), gpu.word(m)") == "(0, 0, 3)"
     end = ask.end()

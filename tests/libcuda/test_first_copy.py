@@ -1,4 +1,4 @@
-"""What a context in a standby is made with, and what the first copy of the driver leaves on the GPU."""
+"""Environment of a standby context, and release of the GPU resources of the original driver instance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_a_standby_has_one_connection_for_copies_where_the_program_asks_for_no_n
     given: dict[str, str],
     told: list[str],
 ) -> None:
-    """The more channels there are, the longer an exception of a kernel holds all up (reports, -stall)."""
+    """A standby context uses one copy connection unless the program sets a number: more channels lengthen
+    the stall of a kernel exception."""
     log, name = tmp_path / "notes", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
     with started(libraries, domain, post, MPSD_STANDIN_NOTES=str(log), **given) as program:
         line = post.greet()
@@ -60,9 +61,10 @@ def test_what_the_first_copy_has_on_the_gpu_is_given_back_once_it_is_left(
     planned: bool,
     keeps: bool,
 ) -> None:
-    """Its contexts answer nothing more then, and nothing of the program's needs them."""
+    """GPU resources of the original instance are released after the move: its contexts are dead and
+    nothing needs them."""
     log = tmp_path / "notes"
-    extra = {"MPSD_STANDIN_NOTES": str(log), "MPSD_FAILOVER_GIVE_BACK": "0" if keeps else "1"}
+    extra = {"MPSD_STANDIN_NOTES": str(log), "release": "0" if keeps else "1"}
 
     def gave_back() -> list[str]:
         return [line for line in log.read_text().splitlines() if line.endswith("gave back")]
@@ -78,7 +80,7 @@ def test_what_the_first_copy_has_on_the_gpu_is_given_back_once_it_is_left(
         assert said.kind == moving.MOVED, said
         if not keeps:
             until(lambda: bool(gave_back()))
-        # A second move, in which the copy that is left is another one.
+        # In a second move, the program leaves another instance than the original one.
         stand_by(line, third, copies, 2)
         assert line.move(2, planned=True).kind == moving.MOVED
         assert program("[gpu.run('add', m, 8, 1, stream=s), gpu.sync(), gpu.word(m)]") == "[0, 0, 2]"
@@ -97,14 +99,15 @@ def test_a_standby_that_cannot_be_made_is_told_before_the_first_copy_is_due(
     copies: Path,
     tmp_path: Path,
 ) -> None:
-    """Nobody waits for that copy: it is not unloaded. Here it would be due after the test's deadline."""
+    """A failed standby is reported at once, without waiting for the original instance, which stays loaded
+    past the test's deadline."""
     empty = tmp_path / "empty"
     empty.mkdir()
     log = tmp_path / "notes"
     extra = {
-        "MPSD_FAILOVER_SETTLE_MS": "60000",
+        "settle_ms": "60000",
         "MPSD_STANDIN_NOTES": str(log),
-        "MPSD_FAILOVER_GIVE_BACK": "1",
+        "release": "1",
     }
     with started(libraries, domain, post, **extra) as program:
         line = post.greet(moving.EXACT)
@@ -114,7 +117,7 @@ def test_a_standby_that_cannot_be_made_is_told_before_the_first_copy_is_due(
         offer(line, third, empty, 2)
         assert line.hear(moving.READY, moving.UNREADY).kind == moving.UNREADY
         assert program.end() == ""
-    # Nor was anything given back by then.
+    # Nothing was released by then either.
     assert "gave back" not in log.read_text()
 
 
@@ -122,12 +125,12 @@ def test_who_stays_where_it_is_gives_nothing_back(
     libraries: Libraries, domain: Domain, second: Domain, post: Post, copies: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "notes"
-    extra = {"MPSD_STANDIN_NOTES": str(log), "MPSD_FAILOVER_GIVE_BACK": "1"}
+    extra = {"MPSD_STANDIN_NOTES": str(log), "release": "1"}
     with started(libraries, domain, post, **extra) as program:
         line = post.greet(moving.EXACT)
         assert program("m = gpu.memory(8 << 20)") == "None"
         stand_by(line, second, copies)
-        # A generation that it was not told of.
+        # The program was never told of this generation.
         line.say(moving.MOVE, 7, planned=True)
         assert line.hear(moving.MOVED, moving.STAYED).kind == moving.STAYED
         assert program("[gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)]") == "[0, 0, 1]"

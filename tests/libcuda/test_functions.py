@@ -1,4 +1,4 @@
-"""Functions that a program finds by other ways than their names: they are carried over all the same."""
+"""Functions that a program finds by other ways than their names are carried over too."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_list_that_is_asked_for_after_a_move_gives_names_that_the_program_can_
 def test_what_is_asked_for_by_name_is_loaded_before_the_move(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """A list of all that is in a module loads nothing: most of it is never used."""
+    """A function found by name is loaded before the move; listing a module's functions loads none of them."""
     line = post.greet()
     assert ask("(gpu.found('fill', 'listed'), gpu.memory(600) > 0)") == "(0, True)"
     is_loaded = "[gpu.made('cuFuncIsLoaded', gpu.functions[way]) for way in ('add', 'listed')]"

@@ -1,5 +1,8 @@
-"""What is done again is given to the next copy while the old one is being cut off, and begins behind that:
-what the old context does meanwhile is undone with the rest."""
+"""The replay is submitted to the new context while the old one is still being cut off, and begins after
+that.
+
+Writes of the old context until then are rolled back with the rest.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 from tests.libcuda.test_exact import EXACT, gate, next_gate
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, offer, post
 from tests.libcuda.test_fence import at_work, is_held, line
-from tests.libcuda.test_still import COPY, Run, known, reads, run, second_gate
+from tests.libcuda.test_still import COPY, Run, known, reads, run, second_gate, validations
 from tests.support import moving
 from tests.support.gate import ANY, COPIED, MANAGER, NO_CUT, NO_UNMAP, UNMAP, Gate
 from tests.support.moving import Line, Post
@@ -18,16 +21,17 @@ from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 
 __all__ = ["ask", "backend", "copies", "domain", "gate", "known", "line", "next_gate", "post", "reads"]
-__all__ += ["run", "second", "second_gate", "third"]
+__all__ += ["run", "second", "second_gate", "third", "validations"]
 
 MANY = 1000
-"""Operations that may begin in the next copy: more than there are."""
+"""Operations that the gate of the next instance allows: more than there are."""
 A_WHILE_S = 0.1
 STILL_WRITES = "the old context may still write"
 
 
 def giving(line: Line, gate: Gate, next_gate: Gate, keep: int = UNMAP) -> None:
-    """Who moves it is kept where it gives the next copy what is put back, while the old one is cut off."""
+    """Hold the move where it submits the saved data to the new driver instance while the old one is cut
+    off."""
     next_gate.let(MANY)
     next_gate.keep(COPIED)
     gate.keep(keep)
@@ -37,9 +41,9 @@ def giving(line: Line, gate: Gate, next_gate: Gate, keep: int = UNMAP) -> None:
 
 
 def given(line: Line, gate: Gate, next_gate: Gate, ask: Program, keep: int = UNMAP) -> None:
-    """All is given to the next copy, while the old one, which is well, is kept where it is cut off.
+    """Submit the whole replay to the new instance, while the cut of the old, healthy one is held.
 
-    m was 4, and two kernels are to add 1 to it each, of which none has begun in either copy.
+    m was 4. Two kernels are to add 1 to it; neither has begun in either instance.
     """
     assert ask("gpu.run('add', m, 8, 1)") == "0"
     giving(line, gate, next_gate, keep)
@@ -47,12 +51,12 @@ def given(line: Line, gate: Gate, next_gate: Gate, ask: Program, keep: int = UNM
     ask.tell("[gpu.sync(), gpu.word(m)]")
     assert is_held(ask)
     assert line.is_silent()
-    # That is the wait for the fence.
+    # The one operation is the wait for the fence.
     assert begun_in_it(next_gate) == 1
 
 
 def goes_on(gate: Gate) -> None:
-    """The old context has run one of the two kernels, and is at the other one."""
+    """The old context has executed one of the two kernels and is executing the other."""
     gate.let(2)
     until(lambda: gate.left() == 0)
 
@@ -62,7 +66,7 @@ def begun_in_it(next_gate: Gate) -> int:
 
 
 def but_for_errors(line: Line, kind: int) -> None:
-    """Its own error, which it may meet at any time after the second fault."""
+    """Expect this message; the program may report its own error at any time after the second fault."""
     while line.hear(kind, moving.OWN_ERROR).kind != kind:
         pass
 
@@ -74,7 +78,7 @@ def test_it_begins_when_the_old_context_writes_no_more(
 ) -> None:
     given(line, gate, next_gate, ask, UNMAP | NO_CUT * (end == "unmapped"))
     if end == "the daemon's word":
-        # That all kernels have ended there, whatever they were at.
+        # The daemon says that all kernels of the old domain have ended.
         line.say(moving.FENCED, 1)
     else:
         goes_on(gate)
@@ -118,11 +122,12 @@ DOES = {
     "a wait for a turn": "0",
     "at once": "0",
 }
-"""What it does when the kernel is in flight."""
+"""By case: the program's call while the kernel is in flight."""
 
 
 def is_not_given(line: Line, gate: Gate, next_gate: Gate, again: int = 1) -> None:
-    """Nothing comes to the next copy while the old one is kept where it is cut off; then it has moved."""
+    """Nothing is submitted to the new instance while the cut of the old one is held; then the program
+    moves."""
     next_gate.let(MANY)
     gate.keep(UNMAP)
     line.say(moving.MOVE, 1, again=again)
@@ -138,8 +143,11 @@ def is_not_given(line: Line, gate: Gate, next_gate: Gate, again: int = 1) -> Non
 def test_what_would_not_be_right_so_is_given_behind_the_fence(
     gate: Gate, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, does: str
 ) -> None:
-    """A save that may not have been made, a function that may yet run, a copy that an engine may yet be at, a
-    capture that a wait would end; or it is not to be done at once."""
+    """Work is submitted only after the fence if an earlier submission could be wrong.
+
+    Cases: a snapshot that may be incomplete, a host callback that may still run, a copy engine that may
+    still copy, a capture that a wait would end, and a replay that does not start at once.
+    """
     line = post.greet(moving.EXACT)
     assert ask("p = gpu.made('cuMemHostAlloc', 4096, 0); s = gpu.stream()") == "None"
     at_work(line, gate, second, ask, copies, saved=does != "a save")
@@ -154,11 +162,12 @@ def test_what_would_not_be_right_so_is_given_behind_the_fence(
 
 
 def test_so_is_what_was_not_saved_for_nothing_had_written_it(run: Run, gate: Gate, second_gate: Gate) -> None:
-    """Whether that is still so is seen behind the fence alone."""
+    """Work on a buffer that was not saved, since nothing writes it, is submitted after the fence, where
+    that is checked."""
     run.rest()
     gate.let(0)
     assert run.ask(COPY) == "0"
-    # What is written is saved.
+    # The buffer that is written is saved.
     gate.let(1)
     until(lambda: gate.left() == 0)
     is_not_given(run.line, gate, second_gate)
@@ -168,7 +177,8 @@ def test_so_is_what_was_not_saved_for_nothing_had_written_it(run: Run, gate: Gat
 
 @EXACT
 def test_what_is_not_done_again_is_left_behind_the_fence_alone(gate: Gate, ask: Program, line: Line) -> None:
-    """Where it does not hold the program stays, and has lost nothing."""
+    """Work that cannot be replayed only leaves the old context behind the fence; without a fence the
+    program stays and loses nothing."""
     assert ask("p = gpu.made('cuMemHostAlloc', 4096, 0); ctypes.memset(p, 0, 4096)") == "None"
     assert ask("gpu.run('add', p, 8, 1)") == "0"
     gate.keep(NO_CUT | NO_UNMAP)
@@ -177,7 +187,7 @@ def test_what_is_not_done_again_is_left_behind_the_fence_alone(gate: Gate, ask: 
     gate.keep(0)
     gate.let(ANY)
     assert ask("[gpu.sync(), gpu.word(m), ctypes.c_uint32.from_address(p).value]") == "[0, 5, 1]"
-    assert line.why_unsure().startswith("a kernel that may write pinned memory of the host: ")
+    assert line.why_unsure().startswith("a kernel that may write pinned host memory: ")
     assert ask.end() == ""
 
 
@@ -185,7 +195,8 @@ def test_what_is_not_done_again_is_left_behind_the_fence_alone(gate: Gate, ask: 
 def test_where_the_old_context_may_write_on_no_wait_succeeds_any_more(
     gate: Gate, next_gate: Gate, ask: Program, line: Line
 ) -> None:
-    """Nothing that the program could compute from then on would be sure."""
+    """No wait succeeds any more if the old context may still write, since later results would be
+    uncertain."""
     given(line, gate, next_gate, ask, UNMAP | NO_CUT | NO_UNMAP)
     gate.keep(NO_CUT | NO_UNMAP)
     assert line.hear(moving.MOVED).text == STILL_WRITES
@@ -202,7 +213,7 @@ def test_the_daemons_word_is_heard_while_work_is_still_given(
     giving(line, gate, next_gate)
     line.say(moving.FENCED, 1)
     until(line.is_read)
-    # What has been given by then begins.
+    # The work submitted by then begins.
     until(lambda: begun_in_it(next_gate) > 1)
     assert (gate.kept(), next_gate.kept()) == (UNMAP, COPIED)
     next_gate.keep(0)
@@ -222,7 +233,7 @@ def test_so_it_is_while_the_driver_unmaps_whatever_comes_of_that(
     if refused:
         gate.keep(NO_CUT | NO_UNMAP)
     else:
-        # That piece is unmapped, and the next one is not.
+        # This segment is unmapped, the next one is not.
         gate.keep(NO_CUT | MANAGER)
         until(lambda: gate.kept() == MANAGER)
         gate.keep(NO_CUT | UNMAP)
@@ -240,7 +251,7 @@ def test_so_it_is_while_the_driver_unmaps_whatever_comes_of_that(
 def test_what_else_it_says_is_obeyed_after_the_move(
     gate: Gate, next_gate: Gate, ask: Program, line: Line
 ) -> None:
-    """And what comes after it, which is then too late to be a fence."""
+    """Other commands are obeyed after the move, and a fence command after them comes too late."""
     giving(line, gate, next_gate)
     line.say(moving.STAND_DOWN, 7)
     line.say(moving.FENCED, 1)

@@ -1,4 +1,4 @@
-"""Pinned memory that the program gives back while something in another stream waits for the program."""
+"""A program frees pinned memory while another stream waits for the program."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.support.simnode import until
 __all__ = ["ask", "backend", "domain", "post"]
 
 HELD = {
-    "a function": ("gpu.host('h', stream=t, holds=True)", "a host function that waits", "gpu.go('h')"),
+    "a function": ("gpu.host('h', stream=t, holds=True)", "a pending host callback", "gpu.go('h')"),
     "a word": (
         "gpu.code('cuStreamWaitValue32_v2', t, w, 1, 0)",
-        "a wait for a word in memory",
+        "a stream wait for a memory value",
         "gpu.code('cuStreamWriteValue32_v2', v, w, 1, 0)",
     ),
 }
@@ -28,7 +28,8 @@ HELD = {
 def test_what_was_copied_from_there_is_not_looked_at_any_more(
     post: Post, ask: Program, holds: str, unsure: str, go: str
 ) -> None:
-    """No move, and no standby. The driver's own wait lets it go; nothing of it would be done again."""
+    """The source of a completed copy is not inspected any more. No standby exists: the driver's own wait
+    completes the copy, and nothing would be replayed."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20); k = gpu.memory(4 << 20); w = gpu.memory(4 << 20); gpu.sync()")
     ask("s, t, u, v = (gpu.made('cuStreamCreate', 1) for _ in 'stuv'); later = Later(gpu)")
@@ -40,7 +41,7 @@ def test_what_was_copied_from_there_is_not_looked_at_any_more(
     assert line.hear(moving.UNSURE).text == unsure
     ask(go)
     assert ask("later.result()") == "0"
-    # Not all has ended, so it is looked at what has.
+    # Some work is unfinished, so the proxy checks which operations have ended.
     assert ask("gpu.run('slow', k, 8, 1, stream=u), gpu.code('cuStreamSynchronize', s)") == "(0, 0)"
     assert ask("gpu.sync()") == "0"
     ask.end()
@@ -51,7 +52,10 @@ def test_what_was_copied_from_there_is_not_looked_at_any_more(
 def test_a_variable_is_filled_with_what_is_there_when_the_program_lets_it(
     post: Post, ask: Program, moves: bool
 ) -> None:
-    """What was kept of it at the call may be none of it: it is not carried over."""
+    """A copy into a variable reads pinned memory when the program releases the stream.
+
+    Such a copy prevents carry-over, since the data recorded at the call may differ.
+    """
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20); table = gpu.variable('table')")
     ask("s, t = (gpu.made('cuStreamCreate', 1) for _ in 'st')")
@@ -60,7 +64,7 @@ def test_a_variable_is_filled_with_what_is_there_when_the_program_lets_it(
         assert ask("gpu.code('cuStreamWaitValue32_v2', s, m, 1, 0)") == "0"
     assert ask("gpu.code('cuMemcpyHtoDAsync_v2', table, p, 16, s)") == "0"
     if moves:
-        assert line.hear(moving.OPAQUE).text == "a copy into a module's variable"
+        assert line.hear(moving.OPAQUE).text == "a copy into a module variable"
         assert ask("words[:] = [1, 2, 3, 4]") == "None"
         assert ask("gpu.code('cuStreamWriteValue32_v2', t, m, 1, 0), gpu.sync()") == "(0, 0)"
         assert ask("gpu.peek(table, 4)") == "[1, 2, 3, 4]"

@@ -1,4 +1,4 @@
-"""Graphs of nodes at the edges: nothing is lost, made twice, or changed in the wrong place."""
+"""Graph nodes and edges at boundary cases: nothing is lost, created twice, or changed in the wrong place."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.simnode import Domain, until
 
 __all__ = ["ask", "backend", "copies", "domain", "gate", "next_gate", "post", "second", "third"]
 
-BY_ANOTHER_WAY = "a graph that came by a way that is not followed"
-OTHER_KIND = "a graph's node of a kind that is not followed"
+BY_ANOTHER_WAY = "a graph from an untracked API call"
+OTHER_KIND = "a graph node of an untracked type"
 
 
 def begin_host_node(ask: Program, gate: Gate) -> None:
-    """A thread of the program's is in the driver with a node that is not followed."""
+    """Hold a thread of the program in the driver, where it adds a node of a kind that is not tracked."""
     gate.keep(NODE)
     ask("later.start('nodes.host(g, print)')")
     until(lambda: gate.kept() == NODE)
@@ -115,7 +115,7 @@ def test_what_is_not_given_is_missing_in_any_copy(
 def test_what_was_captured_and_then_added_to_stays(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, does: str
 ) -> None:
-    """The program is not carried over; nothing of it hangs where it is asked to move all the same."""
+    """A captured graph that was extended makes the program stay; a move command still does not hang it."""
     line = post.greet(moving.EXACT)
     start(ask)
     capture(ask, *["gpu.run('add', m, 8, 1, stream=s)"] * 3)
@@ -139,7 +139,8 @@ def test_what_was_captured_and_then_added_to_stays(
 def test_changed_after_an_update_from_another_graph(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, is_moved: bool
 ) -> None:
-    """Whose nodes come in another order: which of them is meant nobody knows."""
+    """A change after an update from another graph with another node order is ambiguous, so the program is
+    not carried over."""
     line = post.greet(moving.EXACT)
     start(ask)
     ask("f = nodes.graph(); b = nodes.add(f, 'add', n, 8, 10); a = nodes.add(f, 'add', m, 8, 1)")
@@ -163,7 +164,7 @@ def test_changed_after_an_update_from_another_graph(
 def test_changed_there_by_the_nodes_of_another_graph(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """Which of its own is meant nobody knows either."""
+    """A change addressed by the nodes of another graph is ambiguous too."""
     line = post.greet(moving.EXACT)
     start(ask)
     ask("g = nodes.graph(); a = nodes.add(g, 'add', m, 8, 1); nodes.add(g, 'add', n, 8, 10, after=[a])")
@@ -181,7 +182,7 @@ def test_changed_there_by_the_nodes_of_another_graph(
 
 
 def test_beside_a_node_of_another_kind(post: Post, ask: Program) -> None:
-    """Of a program that is not carried over anything may come after anything."""
+    """In a program that is not carried over, nodes may depend on any node."""
     line = post.greet(moving.KEEP)
     start(ask)
     ask("ran = []; g = nodes.graph(); h = nodes.host(g, lambda: ran.append(1))")
@@ -198,7 +199,7 @@ def test_beside_a_node_of_another_kind(post: Post, ask: Program) -> None:
 def test_a_graph_launched_in_a_capture(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
 ) -> None:
-    """It is what it was then, whatever becomes of the graph, and nobody waits for himself."""
+    """A graph launched in a capture keeps its state at that time, and no thread waits for itself."""
     line = post.greet(mode)
     start(ask)
     ask("f = nodes.graph(); a = nodes.add(f, 'add', m, 8, 1); y = nodes.executable(f)")
@@ -225,7 +226,7 @@ def test_a_node_is_added_once_where_a_move_does_not_come_about(
     gate.keep(NODE)
     ask("later.start(\"nodes.add(g, 'add', m, 8, 1)\")")
     until(lambda: gate.kept() == NODE)
-    # It begins, so that other calls do not come back, and waits for the work in vain.
+    # The move begins, so other calls block, and waits for the open call until its time limit.
     line.say(moving.MOVE, 1, planned=True)
     until(lambda: ask("(other.start('gpu.now()'), other.comes_back())[1]") == "False")
     gate.keep(0)
@@ -281,7 +282,7 @@ def test_a_node_of_another_kind_that_a_move_overtakes_is_refused(
     stand_by(line, second, copies)
     begin_host_node(ask, gate)
     break_domain(domain)
-    # Memory is unmapped before the copy is left: only then is it known that nothing came of the call.
+    # Memory is unmapped before the instance is left; only then is it known that the call had no effect.
     assert move(line).text == ""
     gate.keep(0)
     assert "801" in ask("later.result()")
@@ -302,7 +303,7 @@ def test_a_node_of_another_kind_that_is_made_while_a_move_begins_keeps_the_progr
     gate.keep(0)
     assert ask("later.result() is None") == "False"
     next_gate.keep(0)
-    assert "cannot come along" in line.hear(moving.STAYED).text
+    assert "that fail-over cannot preserve" in line.hear(moving.STAYED).text
     assert len(ask("nodes.of(g)")) > len("[]")
     assert line.hear(moving.OPAQUE).text != ""
     assert ask.end() == ""
@@ -312,7 +313,8 @@ def test_a_node_of_another_kind_that_is_made_while_a_move_begins_keeps_the_progr
 def test_a_node_of_another_kind_that_is_made_while_the_old_copy_is_fenced_is_refused(
     domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
 ) -> None:
-    """Who would note it waits until the copy is left, and then does not; what is in flight is not lost."""
+    """A node of an untracked kind added while the old instance is fenced is refused; work in flight is not
+    lost."""
     line = post.greet(moving.EXACT)
     start(ask)
     ask("g = nodes.graph(); later = Later(gpu)")
@@ -354,7 +356,7 @@ def test_what_is_not_followed_and_called_while_a_move_is_on_is_refused_after_it(
 def test_memory_that_went_before_the_graph_was_changed(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, how: str
 ) -> None:
-    """What names it still can be made no more; it is made as what it becomes."""
+    """A CUgraphExec with freed memory is instantiated only once it has new parameters."""
     line = post.greet(moving.EXACT)
     start(ask)
     ask("p, q = gpu.memory(4 << 20), gpu.memory(4 << 20); gpu.run('fill', q, 8, 3); gpu.sync()")

@@ -1,4 +1,4 @@
-"""Graphs that a program makes node by node, and changes, are what they were in another copy of the driver."""
+"""Graphs that a program builds and changes node by node are the same in another driver instance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def start(ask: Program) -> None:
 
 
 def build(ask: Program) -> None:
-    """x: m becomes 5 and then 6; n what m is, and then 10 more by a graph in it; m is 100 more at last."""
+    """Build x: m becomes 5, then 6; n becomes m, plus 10 by a child graph; at last m grows by 100."""
     ask("c = nodes.graph(); nodes.add(c, 'add', n, 8, 10)")
     ask("g = nodes.graph(); a = nodes.set(g, m, 5, 8); b = nodes.add(g, 'add', m, 8, 1, after=[a])")
     ask("e = nodes.empty(g, [b]); d = nodes.copy(g, n, m, 32, [e]); h = nodes.child(g, c, [d])")
@@ -53,7 +53,7 @@ def test_a_graph_of_nodes_is_there_after_the_move(
     break_domain(domain)
     assert move(line).text == ""
     assert launched(ask) == (106, 16)
-    # Its nodes have the names that the program knows, and go on being changed and added to.
+    # The nodes keep their virtual handles, and can still be changed and extended.
     assert ask("sorted(nodes.of(g)) == sorted([a, b, e, d, h, z])") == "True"
     ask("kinds = [MEMSET, KERNEL, EMPTY, MEMCPY, GRAPH, KERNEL]")
     assert ask("[nodes.type(each) for each in (a, b, e, d, h, z)] == kinds") == "True"
@@ -84,7 +84,7 @@ def test_an_executable_graph_is_what_it_was_changed_to(
     assert launched(ask) == (108, 18)
     break_domain(domain)
     assert move(line).text == ""
-    # Not yet in this copy; there; and beside the graph, which stayed as it was.
+    # Change nodes before and after the move; the CUgraph itself stays as it was.
     assert ask("nodes.change(x, z, nodes.kernel('add', m, 8, 200))") == "0"
     assert launched(ask) == (208, 18)
     ask("f = nodes.graph(); nodes.add(f, 'add', n, 8, 20)")
@@ -98,7 +98,7 @@ def test_an_executable_graph_is_what_it_was_changed_to(
     break_domain(second)
     assert move(line, 2).text == ""
     assert [launched(ask, of) for of in "xy"] == [(253, 73), (109, 19)]
-    # All of it at once; and what does not fit changes nothing.
+    # Update the whole CUgraphExec; an update that does not fit changes nothing.
     assert ask("nodes.update(y, g)") == "(0, 0)"
     assert ask("nodes.update(x, c)[0] != 0") == "True"
     assert [launched(ask, of) for of in "xy"] == [(253, 73), (106, 16)]
@@ -133,7 +133,7 @@ def test_each_launch_is_done_again_as_what_it_was(
 def test_nodes_may_be_made_in_any_order(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """What comes first is made last."""
+    """Nodes may be created in any order, here the last one first."""
     line = post.greet(moving.EXACT)
     start(ask)
     ask("g = nodes.graph(); d = nodes.copy(g, n, m, 32); b = nodes.add(g, 'add', m, 8, 1)")
@@ -210,7 +210,7 @@ def test_a_node_of_another_kind_is_named_and_the_program_stays(
     line = post.greet(mode)
     start(ask)
     ask("g = nodes.graph()")
-    # Nothing came of these.
+    # These calls fail and create no node.
     assert "1" in ask("nodes.any(g, nodes.params(HOST))")
     assert "1" in ask("nodes.copy(g, 0, 0, 16)")
     stand_by(line, second, copies)
@@ -219,7 +219,7 @@ def test_a_node_of_another_kind_is_named_and_the_program_stays(
     ask("a = nodes.add(g, 'add', m, 8, 1); x = nodes.executable(g)")
     assert launched(ask) == (1, 0)
     assert "801" in ask("nodes.any(g, nodes.params(HOST))")
-    assert line.hear(moving.OPAQUE).text == "a graph's node of a kind that is not followed"
+    assert line.hear(moving.OPAQUE).text == "a graph node of an untracked type"
     assert ask.end() == ""
 
 
@@ -233,7 +233,7 @@ CALLS = {
     "a kernel of an executable graph": ("nodes.change(x, z, nodes.kernel('add', m, 8, 1100))", 1000),
     "an executable graph becomes another": ("nodes.update(x, other)", 1000),
 }
-"""What a move overtakes, and how much more m is after it."""
+"""By the call that a move overtakes: the call, and how much more m is after it."""
 
 
 @EXACT

@@ -1,4 +1,4 @@
-"""Graphs that were captured go on in another copy of the driver, and so does a capture."""
+"""Captured graphs, and a capture in progress, continue in another driver instance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BEGIN = f"gpu('cuStreamBeginCapture_v2', s, {RELAXED})"
 
 
 def capture(ask: Program) -> None:
-    """x: a graph that adds 1, and 10 to the same words."""
+    """Capture x: a graph that adds 1, then 10, to the same words."""
     assert ask(BEGIN) == "None"
     assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.run('add', m, 8, 10, stream=s)") == "(0, 0)"
     end(ask)
@@ -54,7 +54,7 @@ def test_a_graph_is_there_after_the_move(
     assert move(line).text == ""
     assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 22)"
     assert ask("gpu.code('cuGraphLaunch', x, 0), gpu.sync(), gpu.word(m)") == "(0, 0, 33)"
-    # And what is captured there.
+    # A graph captured in the new instance works too.
     capture(ask)
     assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 44)"
     assert ask("gpu.code('cuGraphExecDestroy', x), gpu.code('cuGraphDestroy', g)") == "(0, 0)"
@@ -88,7 +88,7 @@ EVENTS = "events = lambda count: [gpu.made('cuEventCreate', 0) for _ in range(co
 def test_events_that_have_gone_since_end_no_capture(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
 ) -> None:
-    """As those are that streams wait for each other by: destroyed as soon as they are waited for."""
+    """A capture survives events destroyed since, as with events destroyed right after a wait."""
     line = post.greet(mode)
     ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync(); {EVENTS}")
     stand_by(line, second, copies)
@@ -107,29 +107,30 @@ def test_events_that_have_gone_since_end_no_capture(
 def test_a_capture_that_cannot_go_on_fails_and_says_so(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
 ) -> None:
-    """More events have gone than one is made again with. None of it runs, and the next one is well."""
+    """A capture that recreates too many destroyed events fails with an error; none of it runs, and the
+    next capture works."""
     line = post.greet(mode)
     ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync(); {EVENTS}")
     stand_by(line, second, copies)
     assert ask(BEGIN) == "None"
     assert ask(f"gpu.run('add', m, 8, 1, stream=s), set({PASSING.format(65)})") == "(0, {0})"
-    # An event that was recorded in it, and elsewhere since: who waits for that is in no capture.
+    # This event was recorded in the capture and later elsewhere: a stream that waits for it is in no capture.
     ask("o, p = (gpu.made('cuStreamCreate', 1) for _ in 'op'); k = events(1)[0]; n = gpu.memory(4 << 20)")
     assert ask("[gpu.code('cuEventRecord', k, of) for of in (s, o)]") == "[0, 0]"
     assert ask("gpu.code('cuStreamWaitEvent', p, k, 0)") == "0"
     break_domain(domain)
     move(line)
-    assert line.hear(moving.OPAQUE).text == "a capture that does not go on"
+    assert line.hear(moving.OPAQUE).text == "a capture that cannot continue after a fail-over"
     ask("g = ctypes.c_uint64(); status = ctypes.c_int()")
     capturing = "gpu.code('cuStreamIsCapturing', s, ctypes.byref(status)), status.value"
     assert ask(capturing) == "(0, 2)"
     ended = "gpu.code('cuStreamEndCapture', s, ctypes.byref(g))"
     assert ask("gpu.run('add', n, 8, 1, stream=p), gpu.run('add', m, 8, 10, stream=s)") == "(0, 901)"
-    # So does what would not be noted.
+    # A launch that cannot be recorded fails too.
     assert ask(f"gpu.run_with({UPDATABLE}, m, 8, 10, stream=s)") == "901"
     assert ask(f"{ended}, gpu.sync() in (0, 719), gpu.word(n)") == "(901, True, 1)"
     assert ask(capturing) == "(0, 0)"
-    # What is freed is freed at once, for nothing is captured any more.
+    # Freed memory is released at once, since no capture is in progress.
     assert ask("gpu.code('cuMemFree_v2', n), gpu.memory(4 << 20) == n") == "(0, True)"
     capture(ask)
     assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 11)"
@@ -148,10 +149,10 @@ def test_nodes_that_kernels_may_change_and_graphs_that_they_may_launch_are_named
     assert ask(BEGIN) == "None"
     node = "given[4] | given[5] << 32 == gpu.functions['add']"
     assert ask(f"gpu.run_with(given, m, 8, 1, stream=s), {node}") == "(0, True)"
-    assert line.hear(moving.OPAQUE).text == "a graph's node that kernels may change"
+    assert line.hear(moving.OPAQUE).text == "a graph node that kernels may change"
     ask("g = ctypes.c_uint64(); gpu('cuStreamEndCapture', s, ctypes.byref(g)); g = g.value")
     assert ask("gpu.made('cuGraphInstantiateWithFlags', g, 4) > 0") == "True"
-    assert line.hear(moving.OPAQUE).text == "a graph that kernels may launch"
+    assert line.hear(moving.OPAQUE).text == "a graph with device launch"
     ask.end()
 
 
@@ -162,7 +163,7 @@ def test_events_that_are_nodes_of_a_graph_are_named(post: Post, ask: Program, mo
     ask(f"s = gpu.made('cuStreamCreate', {NON_BLOCKING}); e = gpu.made('cuEventCreate', 0)")
     assert ask(BEGIN) == "None"
     assert ask(f"gpu.code('{call}, 1)") == "0"
-    assert line.hear(moving.OPAQUE).text == "a capture with events that are more than edges"
+    assert line.hear(moving.OPAQUE).text == "a capture with external event nodes"
     assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(ctypes.c_uint64()))") == "0"
     ask.end()
 
@@ -172,7 +173,8 @@ def test_events_that_are_nodes_of_a_graph_are_named(post: Post, ask: Program, mo
 def test_a_capture_in_a_blocking_stream_goes_on_behind_what_is_done_again(
     domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path, again: int
 ) -> None:
-    """That is done in the legacy stream, where nothing may be while such a stream is captured."""
+    """A capture in a blocking stream continues after the replay, which uses the legacy stream and may not
+    overlap such a capture."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); s, o = (gpu.made('cuStreamCreate', f) for f in (0, 1)); gpu.sync()")
     stand_by(line, second, copies)
@@ -209,16 +211,17 @@ def test_what_is_captured_in_a_lost_context_is_done_with_the_graph_alone(
     does: str,
     after: tuple[int, list[tuple[str, int]]],
 ) -> None:
-    """The driver says no more that the stream is captured."""
+    """A capture of a lost context ends with the graph alone, since the driver no longer reports the
+    stream's capture."""
     line = post.greet(moving.EXACT)
     ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync()")
     stand_by(line, second, copies)
-    # From here on m is saved, and a kernel is noted without a word of the driver's.
+    # From here on m is saved, and a kernel is recorded without a driver call.
     assert ask("gpu.run('add', m, 8, 5)") == "0"
     assert ask(BEGIN) == "None"
     assert ask("gpu.run('add', m, 8, 1, stream=s)") == "0"
     break_domain(domain)
-    # Not by way of the proxy, which would wait for the move.
+    # Call the driver directly, since the proxy would wait for the move.
     ask("import ctypes, os; driver = ctypes.CDLL(os.environ['MPSD_REAL_LIBCUDA'])")
     ask("while driver.cuStreamQuery(None) in (0, 600): pass")
     ask.tell(does)
@@ -250,7 +253,7 @@ def test_a_copy_stays_while_it_is_asked_for_captures(
     until(lambda: gate.kept() == CAPTURE_INFO)
     break_domain(second)
     assert move(line, 2).text == ""
-    # One copy is in use, and somebody is inside another, which is not taken.
+    # One instance is in use and a thread is inside another, so the next standby takes a third.
     stand_by(line, third, copies, 3)
     assert ask("[mappings(f'libcuda-{number}.so.1') > 0 for number in range(3)]") == "[True, True, True]"
     gate.keep(0)
@@ -274,7 +277,8 @@ def test_a_capture_whose_beginning_or_end_a_move_overtakes_goes_on(
     mode: int,
     call: int,
 ) -> None:
-    """A thread is still in the old copy's call when its memory is unmapped there, and comes back then."""
+    """A capture continues if its begin or end call is still in the old instance when the memory is
+    unmapped there."""
     line = post.greet(mode)
     ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync()")
     stand_by(line, second, copies)
@@ -298,7 +302,7 @@ def test_a_capture_whose_beginning_or_end_a_move_overtakes_goes_on(
         assert ask(ended) == "0"
     ask("x = gpu.made('cuGraphInstantiateWithFlags', g.value, 0)")
     assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 11)"
-    # No capture is thought to be under way, nor fewer: memory is freed at once, but for one that there is.
+    # The count of open captures is right: memory is freed at once without a capture, and later with one.
     mapped = ask("mappings('mpsd-standin-vmm')")
     assert ask("n = gpu.memory(8 << 20); gpu('cuMemFree_v2', n)") == "None"
     assert ask("mappings('mpsd-standin-vmm')") == mapped
@@ -306,7 +310,7 @@ def test_a_capture_whose_beginning_or_end_a_move_overtakes_goes_on(
     assert ask(f"gpu.run('add', m, 8, 1, stream=s), {ended}, gpu.code('cuGraphDestroy', g)") == "(0, 0, 0)"
     freed = "gpu.code('cuMemFree_v2', gpu.memory(8 << 20)), mappings('mpsd-standin-vmm')"
     assert ask(freed) == f"(0, {mapped})"
-    # And a planned move comes to rest.
+    # A planned move comes to rest too.
     stand_by(line, third, copies, 2)
     assert move(line, 2, planned=True).text == ""
     assert ask("gpu.code('cuGraphLaunch', x, s), gpu.sync(), gpu.word(m)") == "(0, 0, 22)"
@@ -335,7 +339,8 @@ def test_a_graph_in_flight_is_launched_again(
 def test_a_graph_with_the_hosts_memory_is_not_launched_again(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """Nobody knows what was there when it was read."""
+    """A graph that copies from host memory is not relaunched, since the data at the time of reading is
+    unknown."""
     line = post.greet(moving.EXACT)
     ask(f"m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', {NON_BLOCKING}); gpu.sync()")
     ask("host = gpu.made('cuMemHostAlloc', 4096, 0)")
@@ -354,13 +359,13 @@ def test_a_graph_with_the_hosts_memory_is_not_launched_again(
 def test_a_capture_that_became_invalid_and_was_ended_does_not_go_on(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
 ) -> None:
-    """The driver gives no id of it any more."""
+    """An invalidated capture that was ended does not continue; the driver reports no identifier for it."""
     line = post.greet(mode)
     ask("m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', 0); gpu.sync()")
     ask("g = ctypes.c_uint64(); status = ctypes.c_int()")
     asked = "gpu.code('cuStreamIsCapturing', s, ctypes.byref(status)), status.value"
     assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2)") == "0"
-    # The legacy stream waits for the one that captures.
+    # The legacy stream waits for the capturing stream, which invalidates the capture.
     assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.run('add', m, 8, 1)") == "(0, 906)"
     assert ask(asked) == "(0, 2)"
     assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(g))") == "901"

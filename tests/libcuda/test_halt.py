@@ -1,5 +1,8 @@
-"""The simulated GPU resets a server's channels as a real one does: once its kernel log says so, no kernel of
-that server's clients writes any more, though they hear of it later. The daemon's word FENCED relies on it."""
+"""The simulated GPU resets a server's channels as a real GPU does.
+
+After the line in the kernel log no kernel of that server's clients writes, although the clients learn of
+it later. The daemon's message FENCED relies on that.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tests.support.simnode import Client, Domain
 
 __all__ = ["backend", "domain"]
 
-# It adds to a word until its context is lost, and says what was there at the reset's line, and at the end.
+# Add to a word until the context is lost; print the word at the log line and at the end.
 PROGRAM = """
 import ctypes, sys, threading
 cuda = ctypes.CDLL("libcuda.so.1")

@@ -1,4 +1,4 @@
-"""What the program does while the standby makes the twin of one of its things, which may take long."""
+"""Calls of the program while the standby creates a shadow object, which may take long."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indire
 
 
 def begin_standby(line: Line, at: Domain, copies: Path, gate: Gate, call: int) -> None:
-    """Until its thread is kept in this call of the copy's."""
+    """Start a standby and hold its thread in this driver call."""
     gate.keep(call)
     offer(line, at, copies)
     until(lambda: gate.kept() == call)
@@ -126,7 +126,7 @@ def test_a_variable_that_is_written_meanwhile_is_filled_again(
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); table = gpu.variable('table')")
     assert ask("gpu.put(table, 1, 2, 3, 4), gpu.sync()") == "(0, 0)"
-    # What the host has put there is being copied into the standby's.
+    # Data that the host wrote is being copied into the standby's variable.
     begin_standby(line, second, copies, next_gate, WRITE)
     assert ask("gpu.put(table + 4, 7), gpu.sync()") == "(0, 0)"
     end_standby(line, next_gate)

@@ -1,4 +1,4 @@
-"""Memory of the host's that lies where the program still has a handle of an earlier copy's: two things."""
+"""Host memory at the address of a handle of an earlier driver instance: the two are distinct."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_its_registration_and_its_end_are_not_the_handles(
     stand_by(line, second, copies)
     break_domain(domain)
     move(line)
-    # The stream is the first copy's no more; to the simulated GPU what lies there is memory like any other.
+    # The stream's driver handle is gone; its address is ordinary memory to the simulated GPU.
     assert ask("gpu.code('cuMemHostRegister_v2', s, ctypes.c_size_t(64), 0)") == "0"
     assert ask(WORKS) == "(0, 0)"
     stand_by(line, third, copies, 2)
     break_domain(second)
     move(line, 2)
     assert ask(WORKS) == "(0, 0)"
-    # It has come along to the third copy, and is unregistered there.
+    # The registration has moved to the third instance, where it is unregistered.
     assert ask("[gpu.code('cuMemHostUnregister', s) for _ in range(2)]") == "[0, 713]"
     assert ask(WORKS) == "(0, 0)"
     assert ask("gpu.code('cuStreamDestroy_v2', s), gpu.word(m) > 0") == "(0, True)"

@@ -1,4 +1,4 @@
-"""Functions of the host in streams run once, whatever happens to the context that they were given to."""
+"""Host callbacks in streams run once, whatever happens to their context."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAYS = pytest.mark.parametrize("callback", [False, True], ids=["function", "call
 
 
 def ran(ask: Program, *wanted: tuple[str, int]) -> str:
-    """What has run when so much has, with what it was told."""
+    """Wait until that many callbacks have run; return each with the status that it was given."""
     until(lambda: int(ask("len(gpu.ran)")) >= len(wanted))
     return ask("gpu.ran")
 
@@ -43,7 +43,7 @@ def test_before_and_after_a_move_it_runs_once_in_its_place(
     assert ask(f"gpu.host('a', stream=s, callback={callback}), gpu.sync()") == "(0, 0)"
     break_domain(domain)
     assert move(line).text == ""
-    # A stream of the first copy's, and one that no other copy has.
+    # One stream comes from the original instance, one exists only in the current instance.
     ask("t = gpu.stream()")
     for name, stream in (("b", "s"), ("c", "t")):
         code = f"gpu.host({name!r}, stream={stream}, callback={callback})"
@@ -79,7 +79,10 @@ def test_what_did_not_run_runs_in_the_next_copy(
     lets: int,
     callback: bool,
 ) -> None:
-    """A save, its mark, an event, the kernel, its mark, the function and another kernel."""
+    """A host callback that has not run runs in the next instance, wherever the GPU stopped.
+
+    Operations: a snapshot, its mark, an event, the kernel, its mark, the callback and another kernel.
+    """
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); gpu.sync()")
     stand_by(line, second, copies)
@@ -101,7 +104,8 @@ def test_what_did_not_run_runs_in_the_next_copy(
 def test_one_that_runs_goes_on_and_what_is_behind_it_waits(
     domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, callback: bool
 ) -> None:
-    """In a context that is lost meanwhile, and so is the next one."""
+    """A host callback that is running when its context is lost completes, and the work behind it waits; so
+    again in the next context."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); s = gpu.stream(); gpu.sync()")
     stand_by(line, second, copies)
@@ -144,7 +148,8 @@ def test_one_that_waits_for_a_thread_which_the_move_holds(
 
 @EXACT
 def test_one_that_waits_for_a_thread_while_another_thread_waits_for_all(post: Post, ask: Program) -> None:
-    """Who frees memory has the order, which the first thread's launch wants, for a second."""
+    """A host callback and a thread that frees memory do not deadlock: the free holds the submission lock
+    for one second only."""
     post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); n = gpu.memory(4 << 20); s = gpu.stream(); later = Later(gpu); gpu.sync()")
     assert ask("gpu.host('a', stream=s, holds=True)") == "0"
@@ -167,27 +172,28 @@ def test_what_is_lost_never_runs_and_a_callback_is_told_once(
     mode: int,
     callback: bool,
 ) -> None:
-    """The context that is left goes on, and calls what it was given."""
+    """Lost host callbacks never run and stream callbacks get the error once, although the old context
+    executes them later."""
     line = post.greet(mode)
     ask("m = gpu.memory(4 << 20); s = gpu.stream(); t = gpu.stream(); gpu.sync()")
     stand_by(line, second, copies)
     gate.let(0)
     host = f"gpu.host(%r, stream=s, callback={callback})"
     assert ask(f"{host % 'a'}, {host % 'b'}, gpu.host('c', stream=s, callback=True)") == "(0, 0, 0)"
-    # In both modes: nobody knows whose fault it was.
+    # Nothing is replayed in either mode, since the offender is unknown.
     assert move(line, again=0).text != ""
     told = [(name, 719) for name in ("a", "b", "c") if callback or name == "c"]
     assert ran(ask, *told) == str(told)
-    # What is left there: three of them, and in mode `exact` two words that the GPU writes.
+    # Three operations are left in the old context; mode `exact` adds two completion marks.
     gate.let(64)
     until(lambda: gate.left() <= (59 if mode == moving.EXACT else 61))
     assert ask("gpu.sync(), gpu.sync(), gpu.host('d', stream=s), gpu.sync()") == "(719, 0, 0, 0)"
     assert ask("gpu.ran") == str([*told, ("d", 0)])
-    assert "what was in flight may be missing" in ask.end()
+    assert "results of work in flight may be missing" in ask.end()
 
 
 def fault_while_one_runs(gate: Gate, ask: Program) -> None:
-    """Behind it are a function and a callback."""
+    """Lose the context while a host callback runs; behind it are a host callback and a stream callback."""
     ask("s = gpu.stream(); gpu.sync()")
     gate.let(1)
     assert ask("gpu.host('a', stream=s, holds=True), gpu.host('b', stream=s)") == "(0, 0)"
@@ -201,7 +207,7 @@ def fault_while_one_runs(gate: Gate, ask: Program) -> None:
 def test_nobody_moves_the_program(
     gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, mode: int
 ) -> None:
-    """A function does not run, and a callback is told what the driver said, when nothing comes."""
+    """Without a move, a host callback does not run and a stream callback gets the driver's error."""
     line = post.greet(mode)
     ask("gpu.sync()")
     stand_by(line, second, copies)
@@ -223,17 +229,18 @@ def test_there_is_no_standby(gate: Gate, post: Post, ask: Program, mode: int) ->
 def test_the_copy_that_was_left_runs_nothing_and_proves_nothing(
     gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """Its context is well, and goes on while the program waits for its turn."""
+    """The old instance runs no callback and proves nothing, although its healthy context runs on while the
+    program waits for its turn."""
     line = post.greet(moving.EXACT)
     ask("s = gpu.stream(); gpu.sync()")
     stand_by(line, second, copies)
     gate.let(0)
     assert ask("gpu.host('a', stream=s), gpu.host('b', stream=s, callback=True)") == "(0, 0)"
-    # A look lets the GPU write how far it is.
+    # A query makes the GPU write its progress.
     assert ask("gpu.code('cuStreamQuery', s)") == "600"
-    # It waits for its turn, and has launched no kernel at all.
+    # The program waits for its turn; it has never launched a kernel.
     assert move(line, again=2).values[5] == 1
-    # Two functions, each with a word behind it.
+    # Two callbacks, each with a completion mark behind it.
     gate.let(4)
     until(lambda: gate.left() == 0)
     assert ask("gpu.ran") == "[]"
@@ -273,7 +280,7 @@ def test_in_a_graph_it_is_the_programs_own_and_is_not_carried_over(
     ask("s = gpu.stream(); g = ctypes.c_uint64(); gpu('cuStreamBeginCapture_v2', s, 2)")
     stand_by(line, second, copies)
     assert ask("gpu.host('a', stream=s), gpu.code('cuStreamEndCapture', s, ctypes.byref(g))") == "(0, 0)"
-    assert line.hear(moving.OPAQUE).text == "a host function in a graph"
+    assert line.hear(moving.OPAQUE).text == "a host callback in a graph"
     ask("x = gpu.made('cuGraphInstantiateWithFlags', g.value, 0)")
     assert ask("[gpu.code('cuGraphLaunch', x, s) for _ in range(3)], gpu.sync()") == "([0, 0, 0], 0)"
     assert ask("gpu.ran") == str([("a", 0)] * 3)

@@ -1,4 +1,4 @@
-"""The guard over a program's own host memory: what it covers, and that nothing breaks by it."""
+"""The guard over a program's own host memory: which mappings it covers, and that programs still work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.zoning import GUARD, MIB, SPARSE, Obedient
 GIB = 1 << 30
 GRANULE = 64 << 10
 AREA = range(0x280000000000, 0x290000000000)
-"""place.c: where the driver's own mappings lie."""
+"""The driver's own mappings, as in place.c."""
 BUFFER = "ctypes.addressof(globals().setdefault('buffer', ctypes.create_string_buffer(8 << 20)))"
 HOST_POINTER = "(lambda p: (cuda.cuMemHostAlloc(ctypes.byref(p), ctypes.c_size_t(8 << 20), 0), p.value))"
 
@@ -43,7 +43,7 @@ def test_the_program_s_own_memory_is_covered(libraries: Libraries, path: str) ->
     "line",
     [
         row(0x400000, MIB),  # below 8 GiB
-        row(0x7F0000000000, MIB, "---p"),  # only a place
+        row(0x7F0000000000, MIB, "---p"),  # only a reservation
         row(0x7F0000000000, MIB, "rw-s"),
         row(0x7F0000000000, MIB, path="/dev/nvidia-uvm"),
         row(0x7F0000000000, MIB, path="/dev/shm/a"),
@@ -52,7 +52,7 @@ def test_the_program_s_own_memory_is_covered(libraries: Libraries, path: str) ->
         row(0x7F0000000000, MIB, "r-xp", path="/usr/lib/old.so (deleted)"),
         row(0x7F0000000000, MIB, path="[vvar]"),
         row(0x200000000000, MIB),  # a window
-        row(0x7F0000001000, GRANULE),  # no whole granule
+        row(0x7F0000001000, GRANULE),  # not aligned to a granule
     ],
 )
 def test_what_may_be_somebody_s_business_is_not_covered(libraries: Libraries, line: str) -> None:
@@ -85,7 +85,7 @@ def test_holes_are_left_out(libraries: Libraries) -> None:
 
 
 def guarded(libraries: Libraries, **extra: str) -> Obedient:
-    chosen = {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(GIB), "MPSD_HOST_GUARD_BYTES": str(4 * GIB)}
+    chosen = {"vault": "1", "zone_budget": str(GIB), "host_guard_bytes": str(4 * GIB)}
     return Obedient(libraries.environment(proxied=True, **{**chosen, **extra}))
 
 
@@ -101,7 +101,7 @@ def shown(program: Obedient) -> int:
 
 
 def host_buffer(program: Obedient) -> int:
-    """The middle of 8 MiB of the program's, all zeroes."""
+    """Return the middle of a zeroed host buffer of 8 MiB in the program."""
     program.do("alloc(1000)")
     return int(program.do(BUFFER)) + 4 * MIB
 
@@ -115,7 +115,7 @@ def test_a_kernel_that_gets_a_host_pointer_is_absorbed(libraries: Libraries) -> 
 
 
 def test_without_it_such_a_pointer_is_fatal(libraries: Libraries) -> None:
-    with guarded(libraries, MPSD_HOST_GUARD_BYTES="0") as program:
+    with guarded(libraries, host_guard_bytes="0") as program:
         assert program.do(f"hit({host_buffer(program)})") == 700
         assert shown(program) == 0
 
@@ -166,7 +166,7 @@ TAKE = (
     "(lambda m: setattr(m, 'restype', ctypes.c_void_p)"
     " or m(*map(ctypes.c_size_t, ({}, {}, 0, 0x104022, 0, 0))))(ctypes.CDLL(None).mmap)"
 )
-"""Only a place, nothing replaced, and none of it counted."""
+"""Reserve a range only: no mapping is replaced and none is accounted."""
 
 
 def test_the_driver_s_memory_passes_over_what_is_large(libraries: Libraries) -> None:
@@ -199,23 +199,23 @@ def test_a_forked_child_lays_nothing(libraries: Libraries) -> None:
 
 
 def test_without_zones_there_is_none_and_that_is_said(libraries: Libraries) -> None:
-    chosen = {"MPSD_VAULT": "1", "MPSD_ZONE_BYTES": "0", "MPSD_HOST_GUARD_BYTES": str(GIB)}
-    environment = libraries.environment(proxied=True, MPSD_ZONE_BUDGET=str(GIB), **chosen)
+    chosen = {"vault": "1", "zone_bytes": "0", "host_guard_bytes": str(GIB)}
+    environment = libraries.environment(proxied=True, zone_budget=str(GIB), **chosen)
     done = run([libraries.program("threads"), "dlsym"], environment)
     assert done.returncode == 0
-    assert "no guard over host memory: there are no zones" in done.stderr
+    assert "no guard over host memory: guard zones are off" in done.stderr
 
 
 def test_bytes_that_make_no_sense_are_said_and_not_used(libraries: Libraries) -> None:
-    chosen = {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(GIB), "MPSD_HOST_GUARD_BYTES": "12345"}
+    chosen = {"vault": "1", "zone_budget": str(GIB), "host_guard_bytes": "12345"}
     done = run([libraries.program("threads"), "dlsym"], libraries.environment(proxied=True, **chosen))
     assert done.returncode == 0
-    assert "MPSD_HOST_GUARD_BYTES=12345 is not a multiple of 65536" in done.stderr
+    assert "MPSD_DEBUG: host_guard_bytes=12345 is not a multiple of 65536" in done.stderr
 
 
 def test_the_area_of_the_driver_s_mappings_can_be_chosen(libraries: Libraries) -> None:
     base = 0x7EA000000000
-    with guarded(libraries, MPSD_PLACE_BASE=hex(base)) as program:
+    with guarded(libraries, place_base=hex(base)) as program:
         program.do("alloc(1000)")
         code, pinned = program.do(f"{HOST_POINTER}(ctypes.c_void_p())")
         assert code == 0 and base <= pinned < base + (1 << 40)

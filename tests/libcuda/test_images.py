@@ -1,4 +1,5 @@
-"""Code that is loaded again in another copy of the driver, as it was first, whatever became of that."""
+"""Code is loaded into another driver instance as it was first loaded, whatever happened to its source
+since."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from tests.support.libcudas import DEADLINE_S, standalone
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain
+from tests.support.waiting import BUILD_S
 
 __all__ = ["ask", "backend", "copies", "domain", "post", "second"]
 
@@ -44,13 +46,13 @@ def test_a_file_is_what_it_was_when_it_was_loaded(
 def test_code_in_a_library_that_was_closed_is_not_read(
     second: Domain, post: Post, ask: Program, copies: Path, tmp_path: Path
 ) -> None:
-    """It stays loaded where it is, and there is no standby, by name."""
+    """Code from a closed library cannot be read again, so the program gets no standby and says which code."""
     line = post.greet()
     source, library = tmp_path / "code.c", tmp_path / "libcode.so"
     text = TEXT.format("add").replace("\n", "\\n")
     source.write_text(f'const char image[] = "{text}";\n')
     command = ["gcc", "-shared", "-fPIC", "-nostdlib", "-o", str(library), str(source)]
-    subprocess.run(command, check=True, timeout=DEADLINE_S)
+    subprocess.run(command, check=True, timeout=BUILD_S)
     ask(f"lib = ctypes.CDLL({str(library)!r}); at = ctypes.addressof(ctypes.c_char.in_dll(lib, 'image'))")
     ask(f"k = gpu.made('cuModuleLoadData', at); {ONE}; m = gpu.memory(4 << 20)")
     assert ask("ctypes.CDLL(None).dlclose(ctypes.c_void_p(lib._handle))") == "0"

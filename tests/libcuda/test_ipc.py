@@ -1,4 +1,4 @@
-"""Legacy IPC of memory in the window: two proxied processes and a vault. On the stand-in driver."""
+"""Legacy IPC of memory in the window, between two proxied processes with a vault, on the stand-in driver."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mpsd.base.model import ProcessInstance
 from mpsd.core.vault import Limits, Quota
-from mpsd.model import ProcessInstance
 from mpsd.zones.grants import Grant
 from tests.libcuda.test_vault import LIMITS, Program
 from tests.support.libcudas import Libraries, run
@@ -20,7 +20,7 @@ from tests.support.vaulting import MemoryStore, RunningVault
 from tests.support.zoning import NULL_PAGE, ZONE, LedgerView
 
 MIB = 1 << 20
-# Descriptors of a process that has had a window: what it tells of itself stays open.
+# A process that has had a window keeps the descriptor of its ledger open.
 LEDGER = 1
 
 SETUP = """
@@ -60,7 +60,7 @@ def vault(place: Path) -> Iterator[RunningVault]:
 
 @pytest.fixture
 def programs(libraries: Libraries) -> Iterator[list[Program]]:
-    """Ended at the end of the test at the latest."""
+    """Return a list of programs, all ended with the test."""
     started: list[Program] = []
     yield started
     for program in started:
@@ -85,7 +85,7 @@ def test_two_programs_see_no_difference(libraries: Libraries, vault: RunningVaul
     done = run([program, how], environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == without.stdout.splitlines()
-    # Both pieces once for the first, one of them once more.
+    # The first process opens both segments once, and one of them once more.
     assert vault.look(lambda: dict(vault.vault.counters))["opens"] == 3
     until(lambda: vault.look(vault.vault.ledger.is_empty), "nothing is held")
 
@@ -102,7 +102,8 @@ def test_an_allocation_is_shared_with_its_piece_mapped_once(
     there = [opener.do(f"opened({handle!r})") for handle in handles]
     assert there[1] - there[0] == addresses[1] - addresses[0]
     assert vault.look(lambda: vault.vault.counters["opens"]) == 1
-    # It is nobody's allocation here: neither counted nor brought. The stand-in keeps a file of its own.
+    # Opened memory is no allocation here: neither counted nor sent to the vault. The stand-in keeps a file
+    # open.
     stats = opener.stats()
     assert (stats.vault_allocations, stats.vault_bytes, stats.vault_mapped) == (0, 0, 0)
     assert (stats.ipc_opened, exporter.stats().ipc_shared, stats.ipc_failed) == (2, 3, 0)
@@ -135,7 +136,8 @@ def begin_anew():
 def test_nothing_is_remembered_of_what_was_closed(
     libraries: Libraries, vault: RunningVault, programs: list[Program]
 ) -> None:
-    """BUFFER_ID (7) and SYNC_MEMOPS (6) of what lies there next, opened or its own, are not those before."""
+    """Attributes of closed memory are forgotten: new memory there has its own BUFFER_ID (7) and
+    SYNC_MEMOPS (6)."""
     exporter, opener = (start(libraries, vault.path, programs) for _ in range(2))
     handles = [exporter.do(f"export({exporter.do('alloc(3 << 20)')})") for _ in range(3)]
     opener.do(f"exec({MARKS!r}, globals())")
@@ -153,7 +155,8 @@ def test_nothing_is_remembered_of_what_was_closed(
 def test_what_is_opened_lies_between_zones_until_it_is_closed(
     libraries: Libraries, place: Path, programs: list[Program]
 ) -> None:
-    """As soon as the opener has memory of its own: only then it asks the daemon how much it may cover."""
+    """Opened memory lies between guard zones once the opener has memory of its own, since it asks for its
+    budget only then."""
     ledgers: dict[int, LedgerView] = {}
 
     async def grant(process: ProcessInstance, fd: int) -> Grant:
@@ -178,7 +181,7 @@ def test_what_is_opened_lies_between_zones_until_it_is_closed(
 
         until(lambda: covered() == around(there) | around(own), "both are covered")
         assert opener.do(f"close({there})") == 0
-        # Not into quarantine, for it was nobody's here.
+        # Opened memory does not enter quarantine, since it was no allocation here.
         assert covered() == around(own)
         again = opener.do(f"opened({handle!r})")
         assert covered() == around(own) | around(again)
@@ -190,7 +193,7 @@ def test_what_is_opened_lies_between_zones_until_it_is_closed(
 def test_memory_lives_while_it_is_open(
     libraries: Libraries, vault: RunningVault, programs: list[Program]
 ) -> None:
-    """Longer than its exporter; but nobody opens it any more."""
+    """Memory outlives its exporter while it is open, but cannot be opened again."""
     exporter, opener, late = (start(libraries, vault.path, programs) for _ in range(3))
     address = exporter.do("alloc(3 << 20)")
     exporter.do(f"write({address}, b'to be read')")
@@ -236,7 +239,7 @@ def test_a_stranger_with_the_handle_opens_nothing(
 
 
 def test_a_bad_handle_is_an_error(libraries: Libraries, vault: RunningVault, programs: list[Program]) -> None:
-    """Whatever a program writes into those 64 bytes."""
+    """A corrupted IPC handle is an error."""
     exporter, opener = (start(libraries, vault.path, programs) for _ in range(2))
     handle = exporter.do(f"export({exporter.do('alloc(100)')})")
     before = opener.do("files()")
@@ -245,7 +248,7 @@ def test_a_bad_handle_is_an_error(libraries: Libraries, vault: RunningVault, pro
         assert opener.do(f"opened({wrong!r})") == -400
     assert opener.do(f"opened({handle[:8] + bytes(56)!r})") == -205
     assert opener.do(f"opened({bytes(64)!r})") == -1
-    # The piece was there for a moment, and with it the window.
+    # The segment was mapped for a moment, which created the window.
     assert (opener.do("files()"), opener.stats().ipc_opened) == (before + LEDGER, 0)
     assert opener.do(f"opened({handle!r})") > 0
 
@@ -253,7 +256,7 @@ def test_a_bad_handle_is_an_error(libraries: Libraries, vault: RunningVault, pro
 def test_without_a_vault_it_is_an_error_that_is_counted(
     libraries: Libraries, place: Path, programs: list[Program]
 ) -> None:
-    """Nobody listens there, or a vault that refuses: too much of it."""
+    """An export without a vault, or beyond its quota, is an error that is counted."""
     program = start(libraries, place, programs)
     address = program.do("alloc(100)")
     assert program.do(f"export({address})") == 205

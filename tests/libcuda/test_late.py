@@ -1,4 +1,4 @@
-"""The context is lost once more before the next standby is there: the program waits for that."""
+"""A program waits for the next standby when the context is lost before that standby is ready."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indire
 
 
 def lose_twice(domain: Domain, second: Domain, post: Post, ask: Program, copies: Path) -> Line:
-    """It lives in `second`, which is lost as well, and waits there for what it has begun."""
+    """Move the program to `second`, lose that domain too, and start a wait for work in flight."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); gpu.sync(); later = Later(gpu); go = threading.Event()")
     stand_by(line, second, copies)
@@ -49,7 +49,7 @@ def test_it_goes_on_in_the_standby_that_comes(
 def test_it_has_its_error_at_once_where_none_comes(
     domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, generation: int
 ) -> None:
-    """Whether it has one already or not."""
+    """The program gets its error at once if no standby comes, whether or not one was ready."""
     line = lose_twice(domain, second, post, ask, copies)
     if generation:
         stand_by(line, third, copies, generation)

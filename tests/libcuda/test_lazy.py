@@ -1,4 +1,4 @@
-"""Standbys that are made in the move, and times of events of before one."""
+"""Lazy standby contexts, created during the move, and event times from before a move."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support.simnode import Domain, until
 
 __all__ = ["ask", "backend", "copies", "domain", "post", "second"]
 
-# A standby that is not made yet has no server.
+# A standby that is not created yet has no server.
 DOMAINS_ARE_NEW = True
 
 
 @pytest.mark.parametrize(
     ("ask", "is_lazy"),
-    [({}, True), (LAZY, True), ({"MPSD_FAILOVER_MIRROR": "eager"}, False)],
+    [({}, True), (LAZY, True), ({"standby": "eager"}, False)],
     indirect=["ask"],
     ids=["by the daemon's word", "by the environment", "not by the environment"],
 )
@@ -32,7 +32,7 @@ def test_a_lazy_standby_is_made_in_the_move(
     stand_by(line, second, copies)
     assert (second.say("get_server_list") == "") == is_lazy
     assert ask("mappings('libcuda-0') > 0") == str(not is_lazy)
-    # It has nothing to give where there is no memory.
+    # A lazy standby has no memory to release when memory runs out.
     if is_lazy:
         assert ask("gpu.code('cuMemAlloc_v2', ctypes.byref(ctypes.c_uint64()), 1 << 50)") == "2"
     ask("late = gpu.memory(4 << 20); gpu.sync()")
@@ -75,6 +75,6 @@ def test_events_of_before_a_move_have_times_after_it(
         took, since = (float(ask(f"gpu.elapsed({pair})")), float(ask("time.monotonic() - began")) * 1e3)
         assert before <= took <= since
     assert float(ask("gpu.elapsed(c, a)")) < 0
-    # As without a move: one that was never recorded, and one that has no times.
+    # As without a move: an event never recorded, and an event without timing.
     assert ask("gpu.elapsed(a, d)") == ask("gpu.elapsed(c, n)") == "cuEventElapsedTime: 400"
     assert ask("[gpu.timed(a), gpu.elapsed(c, a) >= 0]") == "[0, True]"

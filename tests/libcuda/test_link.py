@@ -1,4 +1,4 @@
-"""What a program links at run time it may go on linking in another copy of the driver."""
+"""A program continues to link at run time in another driver instance."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_link_goes_on(
     maybe("twice", second)
     works(ask, 1, 10)
     maybe("loaded")
-    # It may be asked again, and ends in whichever copy.
+    # The link may be completed again, in any driver instance.
     complete(ask)
     works(ask, 12, 10)
     assert ask("gpu.code('cuLinkDestroy', l.value)") == "0"

@@ -1,4 +1,4 @@
-"""A move goes on while another thread has the loader's lock, and waits for the move."""
+"""A move completes while another thread holds the loader's lock and waits for the move."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.libcuda.test_exact import EXACT, gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
 from tests.support.gate import Gate
-from tests.support.libcudas import DEADLINE_S
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
+from tests.support.waiting import BUILD_S
 
 __all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
 
@@ -54,7 +54,7 @@ def test_a_library_may_call_the_driver_while_it_is_loaded(
         str(library),
         str(tmp_path / "a.c"),
     ]
-    subprocess.run(command, check=True, timeout=DEADLINE_S)
+    subprocess.run(command, check=True, timeout=BUILD_S)
     line = post.greet(moving.EXACT)
     ask("import ctypes; m = gpu.memory(2 << 20); gpu.sync(); later = Later(gpu)")
     stand_by(line, second, copies)
@@ -66,6 +66,6 @@ def test_a_library_may_call_the_driver_while_it_is_loaded(
     break_domain(domain)
     assert move(line).text == ""
     ask("later.result()")
-    # Who is held for too long would be let on into the copy that is lost.
+    # A call held for too long would enter the lost driver instance.
     assert ask(f"ctypes.c_int.in_dll(ctypes.CDLL('{library}'), 'said').value, gpu.word(m)") == "(0, 1)"
     assert ask.end() == ""

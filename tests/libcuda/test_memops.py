@@ -1,4 +1,4 @@
-"""Memory operations in streams: a word that is written, or waited for."""
+"""Memory operations in streams: writes of a word, and waits for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.simnode import Domain, until
 __all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
 
 WAIT, WRITE, BARRIER, REDUCTION = 1, 2, 6, 8
-"""CUstreamBatchMemOpType."""
+"""Values of CUstreamBatchMemOpType."""
 
 MADE = "m = gpu.memory(4 << 20); s, t = (gpu.made('cuStreamCreate', 1) for _ in range(2)); gpu.sync(); "
 MADE += "h = gpu.made('cuMemHostAlloc', 4096, 0); words = (ctypes.c_uint32 * 8).from_address(h); "
@@ -30,7 +30,7 @@ def write(address: str, value: int, stream: str = "s") -> str:
 
 
 def wait(address: str, value: int, stream: str = "s") -> str:
-    """Until it is that much, or more."""
+    """Return a wait until the word is at least `value`."""
     return f"gpu.code('cuStreamWaitValue32_v2', {stream}, {address}, {value}, 0)"
 
 
@@ -84,7 +84,7 @@ def test_streams_are_those_of_the_next_copy(
 def test_nobody_waits_for_a_stream_that_waits_for_the_program(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """What mode exact would see ended before it is taken away: the word comes from the same thread, later."""
+    """Freeing in mode `exact` does not wait for a stream that the same thread releases later."""
     line = post.greet(moving.EXACT)
     ask(MADE)
     ask("e = gpu.made('cuEventCreate', 2); a = gpu.reserve(2 << 20); k = gpu.create(); gpu.map(a, k)")
@@ -97,7 +97,7 @@ def test_nobody_waits_for_a_stream_that_waits_for_the_program(
     assert ask("gpu.code('cuStreamDestroy_v2', t)") == "0"
     ask("words[0] = 1")
     assert ask("gpu.sync(), gpu.word(m)") == "(0, 2)"
-    # From then on all is as before.
+    # From here on, everything works as before.
     assert ask("gpu.run('add', m, 8, 1, stream=s), gpu.run('slow', m, 8, 1, stream=s)") == "(0, 0)"
     break_domain(domain)
     assert move(line).text == ""
@@ -109,8 +109,8 @@ def test_nobody_waits_for_a_stream_that_waits_for_the_program(
 @pytest.mark.parametrize(
     ("call", "why"),
     [
-        (wait("h", 1), "a wait for a word in memory"),
-        (write("h", 1), "a word that is written outside the window"),
+        (wait("h", 1), "a stream wait for a memory value"),
+        (write("h", 1), "a stream memory write outside the window"),
     ],
     ids=["wait", "write"],
 )
@@ -132,10 +132,13 @@ def test_what_others_see_or_write_is_not_done_again_silently(
 @pytest.mark.parametrize(
     ("does", "named"),
     [
-        (f"gpu('cuStreamBeginCapture_v2', s, 2); {write('m', 1)}", "a memory operation in a graph"),
-        (f"gpu('cuStreamBeginCapture_v2', s, 2); {batch((WRITE, 'm', 1))}", "a memory operation in a graph"),
-        (write("gpu.variable('table')", 1), "a copy into a module's variable"),
-        (batch((WAIT, "gpu.variable('table')", 0)), "a copy into a module's variable"),
+        (f"gpu('cuStreamBeginCapture_v2', s, 2); {write('m', 1)}", "a stream memory operation in a graph"),
+        (
+            f"gpu('cuStreamBeginCapture_v2', s, 2); {batch((WRITE, 'm', 1))}",
+            "a stream memory operation in a graph",
+        ),
+        (write("gpu.variable('table')", 1), "a copy into a module variable"),
+        (batch((WAIT, "gpu.variable('table')", 0)), "a copy into a module variable"),
     ],
     ids=["word", "batch", "variable", "variable in a batch"],
 )
@@ -165,7 +168,8 @@ def test_an_operation_of_an_unknown_kind_is_the_drivers_to_refuse(post: Post, as
 def test_who_frees_beside_a_stream_that_waits_keeps_nobody_from_writing_the_word(
     post: Post, ask: Program, frees: str, is_moved: bool
 ) -> None:
-    """The driver keeps the thread that frees, and nobody else."""
+    """A thread that frees beside a waiting stream blocks in the driver alone; another thread can still
+    write the word."""
     if is_moved:
         post.greet(moving.EXACT)
     ask(MADE)
@@ -182,14 +186,14 @@ def test_who_frees_beside_a_stream_that_waits_keeps_nobody_from_writing_the_word
 @pytest.mark.parametrize(
     "ask",
     [
-        {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1"} | IMPATIENT,
+        {"MPSD_FAILOVER": "validate"} | IMPATIENT,
         {"MPSD_FAILOVER": "exact"} | IMPATIENT,
     ],
     indirect=True,
     ids=["validates", "plain"],
 )
 def test_a_thread_comes_back_from_a_wait_that_it_ends_itself(post: Post, ask: Program) -> None:
-    """However much it gives the stream before it does."""
+    """A thread can submit any amount of work behind a wait that it ends itself."""
     post.greet(moving.EXACT)
     ask(MADE)
     far = "[gpu.run('add', m, 8, 1, stream=s) for _ in range(900)]"
@@ -202,12 +206,13 @@ def test_a_thread_comes_back_from_a_wait_that_it_ends_itself(post: Post, ask: Pr
 def test_a_word_is_not_written_again_behind_who_may_wait_for_it(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """A kernel in another stream could read it until it is there: done again in order, it would never end."""
+    """A write is not replayed if a kernel in another stream may wait for it: a replay in order would never
+    end."""
     line = post.greet(moving.EXACT)
     ask(MADE)
     stand_by(line, second, copies)
     gate.let(0)
     assert ask(f"gpu.run('add', m + 64, 8, 1, stream=s), {write('m', 1, 't')}") == "(0, 0)"
     break_domain(domain)
-    assert move(line).text == "a word that is written while another stream works"
+    assert move(line).text == "a stream memory write while another stream works"
     assert ask("gpu.sync(), gpu.sync()") == "(719, 0)"

@@ -1,4 +1,4 @@
-"""cuMemAlloc in exportable memory (MPSD_VAULT=1): the same to the program, but for where it lies."""
+"""cuMemAlloc in exportable memory (vault=1) behaves as the driver's, except for its addresses."""
 
 from __future__ import annotations
 
@@ -52,18 +52,19 @@ def ask(libraries: Libraries, script: str, vault: str = "1", **extra: str) -> ob
 
 
 def heard(libraries: Libraries, script: str, vault: str = "1", **extra: str) -> tuple[object, str]:
-    """What it answers, and what is on stderr."""
-    environment = libraries.environment(proxied=True, MPSD_VAULT=vault, **extra)
+    """Return the answer of a script and its stderr."""
+    environment = libraries.environment(proxied=True, vault=vault, **extra)
     done = run([sys.executable, "-c", PREAMBLE + script], environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 
 
 def test_the_program_sees_no_difference(libraries: Libraries) -> None:
-    """But for a copy past the end of an allocation that is within its last 512 bytes."""
+    """A program sees no difference, except for a copy past the end of an allocation within its last 512
+    bytes."""
     program = libraries.program("sequence")
     without = run([program], libraries.environment(proxied=False)).stdout.splitlines()
-    environment = libraries.environment(proxied=True, MPSD_VAULT="1")
+    environment = libraries.environment(proxied=True, vault="1")
     done = run([program, "getproc"], environment)
     assert (done.returncode, done.stderr) == (0, "")
     different = [pair for pair in zip(without, done.stdout.splitlines(), strict=True) if pair[0] != pair[1]]
@@ -96,7 +97,10 @@ print(json.dumps([counted, ranges == expected, inside, again, held(), room() == 
 
 
 def test_a_pointer_is_described_as_its_allocation(libraries: Libraries) -> None:
-    """CONTEXT 1, MEMORY_TYPE 2, RANGE_START_ADDR 11, RANGE_SIZE 12, one by one and together."""
+    """A pointer's attributes describe its allocation, one by one and together.
+
+    CONTEXT 1, MEMORY_TYPE 2, RANGE_START_ADDR 11, RANGE_SIZE 12.
+    """
     script = """
 start()
 mine = ctypes.c_void_p()
@@ -119,7 +123,8 @@ print(json.dumps([[one(a) for a in attributes] == expected, [a.value for a in an
 
 
 def test_a_program_finds_no_handle_in_it(libraries: Libraries) -> None:
-    """As in memory of cuMemAlloc: that of its slab would have others' allocations in it."""
+    """Memory of cuMemAlloc has no handle, as with the driver: the slab's handle would expose other
+    allocations."""
     script = """
 start()
 handle, kinds = ctypes.c_uint64(), ctypes.c_uint64(7)
@@ -135,7 +140,8 @@ print(json.dumps(codes))
 
 
 def test_each_allocation_has_an_id_and_a_flag_of_its_own(libraries: Libraries) -> None:
-    """BUFFER_ID 7 and SYNC_MEMOPS 6; what comes to lie in the same place is another allocation."""
+    """Each allocation has its own BUFFER_ID (7) and SYNC_MEMOPS (6), even at the address of an earlier
+    one."""
     script = """
 start()
 def attribute(number, address):
@@ -162,7 +168,8 @@ print(json.dumps([[i > 0 for i in ids], len(set(ids)), ids[0] == ids[2], flags, 
 
 
 def test_copies_end_where_the_allocation_ends(libraries: Libraries) -> None:
-    """In the window from the next 512 bytes on; beside it in the same slab lies what belongs to others."""
+    """A copy must end in its allocation, rounded up to 512 bytes in the window; other allocations share
+    the slab."""
     script = """
 start()
 class Plane(ctypes.Structure):
@@ -220,7 +227,7 @@ print(json.dumps([found.passed_host, found.passed_exportable, found.passed_pool,
     assert ask(libraries, script) == [3, 1, 0, 0, 0, 1]
 
 
-# -- where the window lies ---------------------------------------------------------------------------------
+# -- location of the window --------------------------------------------------------------------------------
 
 WINDOW = """
 start()
@@ -240,51 +247,51 @@ print(json.dumps([stats.window, stats.window_base, address - stats.window_base, 
 
 def test_the_window_lies_where_it_is_wanted(libraries: Libraries) -> None:
     base = 0x310000000000
-    answer = ask(libraries, WINDOW, MPSD_WINDOW_BASE=hex(base), MPSD_WINDOW_BYTES=str(256 * MIB))
+    answer = ask(libraries, WINDOW, window_base=hex(base), window_bytes=str(256 * MIB))
     assert answer == [Window.AS_WANTED, base, 0, 1]
 
 
 def test_a_window_has_as_many_bytes_as_are_wanted(libraries: Libraries) -> None:
-    """What finds no room there is the driver's own."""
+    """A window has the configured size; allocations that do not fit come from the driver."""
     script = """
 start()
 count = len([alloc(2 * MIB) for _ in range(70)])
 print(json.dumps([count, held()[0], held()[3]]))
 """
-    assert ask(libraries, script, MPSD_WINDOW_BYTES=hex(128 * MIB)) == [70, 64, 6]
+    assert ask(libraries, script, window_bytes=hex(128 * MIB)) == [70, 64, 6]
 
 
 def test_a_window_that_collides_goes_elsewhere_and_says_so(libraries: Libraries) -> None:
     base = 0x310000000000
     chosen = {
-        "MPSD_WINDOW_BASE": hex(base),
-        "MPSD_WINDOW_BYTES": str(256 * MIB),
+        "window_base": hex(base),
+        "window_bytes": str(256 * MIB),
         "TAKEN": hex(base + 16 * MIB),
     }
     answer, said = heard(libraries, WINDOW, **chosen)
     assert isinstance(answer, list) and answer[1] != base
     assert [answer[0], *answer[2:]] == [Window.ELSEWHERE, 0, 1]
     assert said.count("\n") == 1
-    assert f"not at {hex(base)} (MPSD_WINDOW_BASE): {base + 16 * MIB:x}-" in said
+    assert f"instead of {hex(base)} (window_base): {base + 16 * MIB:x}-" in said
 
 
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("MPSD_WINDOW_BASE", "0x310000000001"),
-        ("MPSD_WINDOW_BASE", "0x200000"),
-        ("MPSD_WINDOW_BASE", "0xffff800000000000"),
-        ("MPSD_WINDOW_BASE", "there"),
-        ("MPSD_WINDOW_BYTES", "-2097152"),
-        ("MPSD_WINDOW_BYTES", "1000"),
-        ("MPSD_WINDOW_BYTES", "99999999999999999999"),
+        ("window_base", "0x310000000001"),
+        ("window_base", "0x200000"),
+        ("window_base", "0xffff800000000000"),
+        ("window_base", "there"),
+        ("window_bytes", "-2097152"),
+        ("window_bytes", "1000"),
+        ("window_bytes", "99999999999999999999"),
     ],
 )
 def test_a_window_that_cannot_be_is_refused_by_name(libraries: Libraries, name: str, value: str) -> None:
-    """And the program has the window that it would have had."""
+    """An impossible window setting is refused by name, and the program gets the default window."""
     answer, said = heard(libraries, WINDOW, **{name: value})
     assert isinstance(answer, list) and answer[3] == 1
-    assert said.count("\n") == 1 and f"{name}={value} is not used: it wants a multiple of 0x200000" in said
+    assert said.count("\n") == 1 and f"MPSD_DEBUG: {name}={value} is not a multiple of 2097152" in said
 
 
 # -- the end of memory -------------------------------------------------------------------------------------
@@ -308,7 +315,7 @@ print(json.dumps([large > 0, room(), alloc(room()) > 0]))
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_mix_of_sizes_finds_as_much_memory_as_without(libraries: Libraries, seed: int) -> None:
-    """All that can be had, one size after the other until nothing more fits: 1 % less at most."""
+    """A mix of sizes gets as much memory as without the proxy, within 1 %."""
     script = f"""
 import random
 start()
@@ -385,7 +392,7 @@ print(json.dumps(codes))
 
 
 def test_a_driver_that_cannot_is_asked_for_plain_memory(libraries: Libraries) -> None:
-    """Addresses limited so that there is no window: every allocation passes, and is counted."""
+    """Without address space for a window, each allocation passes through to the driver and is counted."""
     script = """
 import resource
 start()
@@ -396,4 +403,4 @@ print(json.dumps([address > 0, free(address), held(), read_stats(os.getpid()).wi
 """
     answer, said = heard(libraries, script)
     assert answer == [True, 0, [0, 0, 0, 1], Window.NONE]
-    assert "no window of 0x" in said and "not vaulted" in said and said.count("\n") == 1
+    assert "no window of 0x" in said and "vault disabled" in said and said.count("\n") == 1

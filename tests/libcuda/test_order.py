@@ -1,4 +1,5 @@
-"""Locks that are one word; who submits to a copy of the driver: one thread at a time, for none left."""
+"""Futex locks, and the submission order: one thread at a time submits to a driver instance, none to an old
+one."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tests.support.libcudas import run, standalone
 
 @pytest.mark.parametrize("sanitize", ["", "address,undefined", "thread"])
 def test_one_thread_at_a_time_has_the_order(tmp_path: Path, sanitize: str) -> None:
-    """No driver, no GPU."""
+    """One thread at a time holds the order, tested without driver and GPU."""
     program = standalone(
         tmp_path,
         "order",

@@ -1,4 +1,5 @@
-"""Calls that a move overtakes, or almost: what they have brought from the copy that was left is not kept."""
+"""Calls that a move overtakes, or nearly overtakes: objects that they created in the old driver instance
+are not kept."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ EXACT = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=Tr
 
 
 def begin_move(line: Line, gate: Gate) -> None:
-    """With a lazy standby, which is being made behind this gate from then on."""
+    """Start a move with a lazy standby and hold it at this gate, where the standby is being created."""
     gate.keep(INIT)
     line.say(moving.MOVE, 1, again=1)
     until(lambda: gate.kept() == INIT)
@@ -29,7 +30,7 @@ def begin_move(line: Line, gate: Gate) -> None:
 
 @pytest.fixture
 def moved(domain: Domain, next_gate: Gate, second: Domain, post: Post, ask: Program, copies: Path) -> Line:
-    """The program's line: it is in `second` by now, with a thread besides, which has called there."""
+    """Move the program to `second` and return its connection; another thread has called there too."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); gpu.sync(); later = Later(gpu)")
     stand_by(line, second, copies)
@@ -79,7 +80,10 @@ def test_a_move_that_is_about_to_come_is_no_lack_of_memory(
     ask: Program,
     copies: Path,
 ) -> None:
-    """The first operation wants pinned memory for its proof, while a lazy standby is being made."""
+    """A call that meets an imminent move is not taken for a lack of memory.
+
+    The first operation needs pinned memory for its completion marks while a lazy standby is being created.
+    """
     line = post.greet(moving.EXACT, lazy=True)
     ask("later = Later(gpu)")
     stand_by(line, second, copies)
@@ -138,7 +142,8 @@ def test_a_child_that_is_forked_while_calls_are_held_goes_on(
 def test_the_end_of_a_stream_does_not_spoil_another_threads_capture(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """All work is waited for then, by marks in all streams, but for the legacy one."""
+    """Destroying a stream waits for all work by marks in all streams except the legacy one, which would
+    end another thread's capture."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); s, t = (gpu.made('cuStreamCreate', f) for f in (0, 1))")
     ask("later = Later(gpu)")
@@ -158,7 +163,8 @@ def test_the_end_of_a_stream_does_not_spoil_another_threads_capture(
 def test_a_function_with_the_handle_of_one_that_was_unloaded_has_its_own_parameters(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """What is captured is noted with them, in any mode; what cannot be is not carried over."""
+    """A function that reuses the handle of an unloaded one is recorded with its own parameters in any
+    mode; an ambiguous one prevents the carry-over."""
     line = post.greet(moving.KEEP)
     ask("m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', 1); gpu.sync()")
     ask("def load(line): return gpu.made('cuModuleLoadData', b'standin module\\nkernel k ' + line)")
@@ -187,7 +193,8 @@ def test_a_function_with_the_handle_of_one_that_was_unloaded_has_its_own_paramet
 def test_memory_that_another_thread_frees_is_not_saved_any_more(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """A kernel's parameters may lead there, for it was its own once."""
+    """Memory that another thread is freeing is not saved, although a kernel's parameter may still point
+    there."""
     line = post.greet(moving.EXACT)
     ask("m, n = gpu.memory(8 << 20), gpu.memory(8 << 20); gpu.sync(); later, other = Later(gpu), Later(gpu)")
     stand_by(line, second, copies)
@@ -227,7 +234,8 @@ def test_a_capture_ends_with_its_stream(
 def test_what_is_known_of_a_function_is_no_half_of_it(
     next_gate: Gate, second: Domain, third: Domain, ask: Program, copies: Path, moved: Line
 ) -> None:
-    """Its parameters are asked for one by one, before its first launch; others do not wait for that."""
+    """A function's parameters are complete before its first launch, and other threads' launches do not
+    wait for that."""
     ask("other = Later(gpu)")
     assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
     stand_by(moved, third, copies, 2)
@@ -246,7 +254,8 @@ def test_what_is_known_of_a_function_is_no_half_of_it(
 def test_a_library_is_not_unloaded_while_it_is_asked_for_a_function(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """Whose a function is that came by a private table nobody knows: all are asked, the latest first."""
+    """A library is not unloaded while it is searched for a function; one found by a private table is
+    searched in all, latest first."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); gpu.sync(); later, other = Later(gpu), Later(gpu)")
     ask("own, library, found, table = (ctypes.c_void_p() for _ in range(4))")
@@ -273,7 +282,7 @@ def test_a_call_that_the_driver_refuses_spoils_nothing(
     domain: Domain, second: Domain, gate: Gate, next_gate: Gate, post: Post, ask: Program, copies: Path,
     is_back: bool,
 ) -> None:  # fmt: skip
-    """It is in the copy that is left, and hears what the next one says of it; all else is done again."""
+    """A refused call in the old instance gets the new instance's answer, and all other work is replayed."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20); later = Later(gpu); few = (ctypes.c_uint32 * 4)()")
     assert ask("gpu.run('add', m, 8, 5), gpu.sync()") == "(0, 0)"
@@ -287,7 +296,9 @@ def test_a_call_that_the_driver_refuses_spoils_nothing(
     until(lambda: gate.kept() == WRITE)
     break_domain(domain)
     if is_back:
-        # The mover waits in what it does first, which it does with the memory that it puts back.
+        # The moving thread blocks in its first call in the new instance, which makes the context current for
+        # the restore.
+        # put memory back.
         next_gate.keep(CURRENT)
     line.say(moving.MOVE, 1, again=1)
     if is_back:
@@ -307,7 +318,7 @@ def test_a_call_that_the_driver_refuses_spoils_nothing(
 def test_a_node_that_comes_after_what_its_handle_was(
     domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path
 ) -> None:
-    """The call is repeated, and finds what it was given as it was."""
+    """A call to add a node is repeated, with its arguments unchanged, in the new instance."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); gpu.sync(); g = nodes.graph(); later = Later(gpu)")
     ask("k = nodes.kernel('add', m, 8, 1); node = ctypes.c_uint64(nodes.add(g, 'add', m, 8, 10))")

@@ -1,4 +1,4 @@
-"""Pages that a copy of the driver, which was left, shares with the GPU become the process's own."""
+"""Pages that an old driver instance shares with the GPU become private pages of the process."""
 
 from __future__ import annotations
 

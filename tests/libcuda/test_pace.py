@@ -1,4 +1,4 @@
-"""How long what is done again may take, by a clock of the test's: no driver, no GPU."""
+"""The expected duration of a replay, by the test's own clock, without driver and GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calls past the proxy, in a program on the stand-in driver (faultinject/proxy/past.py)."""
+"""Calls that bypass the proxy, in a program on the stand-in driver
+(faultinject/programs/pairing/bypass.py)."""
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ def told(libraries: Libraries, *arguments: str, proxied: bool = True, **extra: s
 
 
 def test_calls_go_past_the_proxy_and_come_back(libraries: Libraries) -> None:
-    found = told(libraries, MPSD_VAULT="1")
-    # The ledger counts what the proxy sees: one launch, none of two, and three.
+    found = told(libraries, vault="1")
+    # The ledger counts launches through the proxy: one, then none of two, then three.
     assert found["launched"] == [1, 0, 3]
-    # All launches have written all the same, and what nobody wrote is as it was.
+    # All launches have written, and all other words are unchanged.
     assert found["read"] == [0, 1, 11, 12, 21, 22, 23]
     assert found["functions"] > 10
     assert found["past"] == 0 and found["restored"]
 
 
 def test_a_proxy_that_passes_all_on_has_no_functions_of_its_own_there(libraries: Libraries) -> None:
-    """Its ledger, which would be counted in, is not there either."""
-    found = told(libraries, "functions", MPSD_VAULT="0")
+    """A pass-through proxy without a ledger has no functions of its own there."""
+    found = told(libraries, "functions", vault="0")
     assert found == {"functions": 0}
 
 
@@ -41,13 +42,13 @@ def test_a_proxy_that_passes_all_on_has_no_functions_of_its_own_there(libraries:
     [
         ([], False, "there is no proxy in this process"),
         (["foreign"], True, "no stub of the proxy's: "),
-        (["driver-first"], True, "the proxy of this process is aside: the program had opened the driver"),
+        (["driver-first"], True, "the proxy of this process is aside: the program opened the driver"),
     ],
 )
 def test_where_calls_cannot_go_past_a_proxy_that_is_said(
     libraries: Libraries, arguments: list[str], proxied: bool, error: str
 ) -> None:
-    found = told(libraries, *arguments, proxied=proxied, MPSD_VAULT="1")
+    found = told(libraries, *arguments, proxied=proxied, vault="1")
     assert set(found) == {"error"} and found["error"].startswith(error)
 
 
@@ -64,7 +65,7 @@ def test_a_paired_program_without_a_proxy_says_so_and_goes_on(libraries: Librari
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as program:
         assert program.stdin is not None and program.stdout is not None and program.stderr is not None
-        # Kept open: a program whose rig has gone ends at once.
+        # The input stays open: the program exits when the harness closes it.
         program.stdin.write(b"".join(json.dumps(order).encode() + b"\n" for order in orders))
         program.stdin.flush()
         assert (program.wait(DEADLINE_S), program.stderr.read()) == (0, b"")

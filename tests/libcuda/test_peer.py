@@ -1,4 +1,5 @@
-"""Peer access to memory in the window, between two devices of the stand-in driver, whose kernels ask."""
+"""Peer access to memory in the window between two devices of the stand-in driver; its kernels check
+access."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ out = []
 @pytest.mark.parametrize("what", ENDS)
 @pytest.mark.parametrize("which", [0, -1])
 def test_a_peer_reaches_what_it_was_let_to(libraries: Libraries, what: str, which: int) -> None:
-    """Allocations of before and after; a context that begins anew has nothing enabled."""
+    """A peer reaches memory allocated before and after access was enabled; a context created again has no
+    access."""
     how, expected = ENDS[what]
     script = f"{DEVICES}{how}\nprint(json.dumps([out, reach(sources[{which}], target, function)]))"
     without = ask(libraries, script, "0", MPSD_STANDIN_DEVICES="2")

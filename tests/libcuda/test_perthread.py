@@ -1,4 +1,4 @@
-"""The default stream that is each thread's own goes on in another copy of the driver."""
+"""The per-thread default stream continues in another driver instance."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
 EXACT = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
 PER_THREAD = 2
 MANY_THREADS = 300
-"""More than the library has lanes for streams."""
+"""More threads than the library has per-stream logs."""
 
 
 def helpers(ask: Program) -> None:
-    """own(): `add` by a call whose default stream is the thread's own; look() and put() likewise."""
+    """Define own(), `add` on the per-thread default stream, and look() and put() likewise."""
     ask("own = lambda n, value: gpu.own('cuLaunchKernel_ptsz', n, value)")
     ask("out = (ctypes.c_uint32 * 4)()")
     ask("look = lambda n: (gpu.code('cuMemcpyDtoH_v2_ptds', out, n, 16), out[0])")
@@ -67,7 +67,7 @@ def test_what_was_in_flight_in_them_is_done_again(
     assert ask("own(m, 1), look(m)") == "(0, (0, 1))"
     gate.let(lets)
     assert ask("own(m, 2), own(m, 4)") == "(0, 0)"
-    # Beside them, and then after what the legacy stream waits for: all of it.
+    # Kernels beside the others, then a copy behind the legacy stream's waits, which include all of them.
     ask("later.start('own(n, 8), own(n, 16), gpu.run(\"copy\", n + 64, m, 4)')")
     assert ask("later.result()") == "(0, 0, 0)"
     break_domain(domain)

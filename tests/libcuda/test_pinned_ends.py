@@ -1,4 +1,4 @@
-"""Pinned memory that the program ends, or tries to: what is refused leaves it as it was, in any copy."""
+"""Pinned memory that the program frees or unregisters: a refused call leaves it unchanged in any instance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELD = "import mmap; held = mmap.mmap(-1, 1 << 20); p = ctypes.addressof(ctypes.
 
 
 def adds(ask: Program, before: int) -> None:
-    """The GPU reaches it, and what it writes is there."""
+    """The GPU reaches the pinned memory, and its writes are visible."""
     assert ask("gpu.run('add', p, 8, 1), gpu.sync()") == "(0, 0)"
     assert ask("ctypes.c_uint32.from_address(p).value") == str(before + 1)
 
@@ -43,7 +43,7 @@ def test_what_was_allocated_is_not_unregistered(
     adds(ask, 1)
     assert ask("gpu.code('cuMemHostUnregister', p)") == NOT_REGISTERED
     adds(ask, 2)
-    # Of what the copy in use was asked for the same is so.
+    # The same holds for memory allocated in the current instance.
     ask(f"q = gpu.made('cuMemHostAlloc', 1 << 20, {MAPPED})")
     assert ask("gpu.code('cuMemHostUnregister', q)") == NOT_REGISTERED
     assert ask("[gpu.code('cuMemFreeHost', one) for one in (p, q)]") == "[0, 0]"

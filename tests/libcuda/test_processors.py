@@ -1,4 +1,4 @@
-"""Whether a process may have two processors at once: no driver, no GPU."""
+"""Whether a process may use two CPUs at once, tested without driver and GPU."""
 
 from __future__ import annotations
 

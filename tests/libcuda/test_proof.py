@@ -1,4 +1,4 @@
-"""What is taken to have ended, and what the program knows by then."""
+"""Which work counts as completed, and what the program knows by then."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ MORE += "gpu.functions['await'] = gpu.made('cuModuleGetFunction', more, b'await'
 
 @pytest.fixture
 def begin(post: Post, ask: Program, second: Domain, copies: Path) -> Callable[..., Line]:
-    """Called with what is to be done first: a program in mode exact, with a standby, and nothing open."""
+    """Return a function that runs its arguments first and then starts: mode exact, a standby, no work
+    open."""
 
     def begun(*does: str) -> Line:
         line = post.greet(moving.EXACT)
@@ -53,14 +54,15 @@ def begin(post: Post, ask: Program, second: Domain, copies: Path) -> Callable[..
 def test_what_does_nothing_is_no_barrier(
     domain: Domain, begin: Callable[..., Line], ask: Program, nothing: str
 ) -> None:
-    """In the legacy stream, between one that blocks with it and is at work, and another one that ends."""
+    """A call in the legacy stream that does nothing is no barrier between a busy blocking stream and
+    another stream that ends."""
     line = begin(
         START + "; a = gpu.made('cuStreamCreate', 0); b = gpu.made('cuStreamCreate', 0)",
         "e = gpu.made('cuEventCreate', 2); s = gpu.stream(); x = gpu.memory(2 << 20)",
         "more = gpu.made('cuModuleLoadData', b'standin module\\nkernel slow add 3000000\\n')",
         "gpu.functions['slow'] = gpu.made('cuModuleGetFunction', more, b'slow')",
     )
-    # The epoch goes on while all is saved: the legacy stream has nothing to wait for later.
+    # The epoch is open with all buffers saved, so the legacy stream waits for nothing later.
     assert ask("gpu.run('late', x, 8, 1, stream=s)") == "0"
     for stream, at in (("a", "m"), ("b", "n")):
         assert ask(f"gpu.run('add', {at}, 8, 1, stream={stream})") == "0"
@@ -91,7 +93,7 @@ def test_who_is_told_that_it_has_ended_may_use_the_memory_again(
         "e = gpu.made('cuEventCreate', 0); f = gpu.made('cuEventCreate', 0)",
     )
     ask("P[0] = 5")
-    # Something that has not ended, elsewhere.
+    # This work in another stream does not end.
     assert ask("gpu.run('late', x, 8, 1, stream=s)") == "0"
     assert ask("gpu.code('cuMemcpyHtoDAsync_v2', m, p, 4, 0)") == "0"
     assert ask("gpu.code('cuEventRecord', e, 0), gpu.code('cuEventRecord', f, 0)") == "(0, 0)"
@@ -102,12 +104,12 @@ def test_who_is_told_that_it_has_ended_may_use_the_memory_again(
     assert ask("gpu.code('cuStreamSynchronize', 0), gpu.word(m)") == "(0, 5)"
 
 
-@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_UNDO_MIB": "7"}], indirect=True)
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "snapshot_mib": "7"}], indirect=True)
 @pytest.mark.parametrize("lets", range(3, 7))
 def test_pages_are_saved_whole_where_the_room_is_no_multiple_of_them(
     domain: Domain, gate: Gate, begin: Callable[..., Line], ask: Program, lets: int
 ) -> None:
-    """What is usual is saved as far as there is room."""
+    """Buffers that are usually written are saved in whole pages, as far as the snapshot buffer reaches."""
     line = begin(
         "x = gpu.memory(2 << 20); u = gpu.memory(4 << 20); v = gpu.memory(2 << 20)",
         "at = u + (3 << 20) + 64",
@@ -127,9 +129,9 @@ def test_pages_are_saved_whole_where_the_room_is_no_multiple_of_them(
 def test_what_the_driver_refuses_to_save_keeps_no_epoch_open(
     domain: Domain, begin: Callable[..., Line], ask: Program
 ) -> None:
-    """It is refused where it goes past the end, and so is what would be saved there."""
+    """A memset past the end is refused, as is its snapshot, and neither keeps the epoch open."""
     line = begin(START + "; s = gpu.made('cuStreamCreate', 1); t = gpu.made('cuStreamCreate', 1)")
-    # It is not the first one of its epoch, so that the saves have a stream of their own.
+    # A memset that is not the first operation of its epoch is saved in a stream of its own.
     assert ask("gpu.run('slow', m, 8, 1, stream=s)") == "0"
     assert ask("gpu.code('cuMemsetD8Async', n, 1, 512 << 20, t)") == "1"
     assert ask("[gpu.code('cuStreamSynchronize', one) for one in (s, t)]") == "[0, 0]"
@@ -144,7 +146,7 @@ def test_what_makes_an_epoch_unsure_is_not_forgotten_before_it_is_noted(
     domain: Domain, begin: Callable[..., Line], ask: Program
 ) -> None:
     line = begin(START + "; s = gpu.stream(); big = (ctypes.c_char * (1 << 20))()")
-    # The epoch is full: it ends before what comes next is noted.
+    # The epoch's log is full, so the epoch ends before the next operation is recorded.
     full = "{gpu.code('cuMemcpyHtoDAsync_v2', m, big, 1 << 20, 0) for _ in range(256)}"
     assert ask(full) == "{0}"
     set_outside = "gpu.code('cuMemsetD32Async', p, 0, 1, 0)"

@@ -1,4 +1,4 @@
-"""How the proxy finds the driver, what it exports, and when it steps aside."""
+"""How the proxy finds the driver, which symbols it exports, and when it passes through."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from mpsd_client.driver import find_driver
 from tests.support.libcudas import DEADLINE_S, ROOT, Libraries, run
 
-# What the scripts below have in common. `reached` says which library an entry point lies in.
+# Common code of the scripts below. `reached` says which library an entry point lies in.
 PREAMBLE = f"""
 import ctypes, json, os, sys
 sys.path.insert(0, {str(ROOT / "clients" / "libcuda")!r})
@@ -37,7 +37,7 @@ def stats():
 
 
 def ask(script: str, environment: dict[str, str], *given: str | Path) -> tuple[object, str]:
-    """What the script printed as JSON, and its stderr."""
+    """Return the script's answer, printed as JSON, and its stderr."""
     done = run([sys.executable, "-c", PREAMBLE + script, *given], environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
@@ -57,8 +57,11 @@ def test_it_exports_nothing_but_entry_points(libraries: Libraries) -> None:
 
 
 def test_its_thread_locals_find_room_in_a_program_that_opens_it(libraries: Libraries) -> None:
-    """Programs do that late. For what is aligned to more than a C library's own control block there is none
-    then: that is 64 on x86-64, and was 16 on aarch64."""
+    """Thread-local storage fits in a program that opens the proxy late.
+
+    The loader has no room then for an alignment above the C library's thread control block: 64 on x86-64,
+    and 16 on older aarch64.
+    """
     done = run(["readelf", "-lW", libraries.proxy / "libcuda.so.1"], os.environ)
     (alignment,) = [
         int(line.split()[-1], 16) for line in done.stdout.splitlines() if line.split()[:1] == ["TLS"]
@@ -119,7 +122,7 @@ def test_without_a_driver_there_is_no_device_and_one_line(libraries: Libraries) 
 
 
 def test_the_driver_is_found_where_the_loader_looks(libraries: Libraries, tmp_path: Path) -> None:
-    """Behind the proxy itself, a copy of it and something that is no library."""
+    """The search skips the proxy itself, a copy of it, and a file that is no library."""
     (tmp_path / "copy").mkdir()
     shutil.copy(libraries.proxy / "libcuda.so.1", tmp_path / "copy")
     (tmp_path / "text").mkdir()
@@ -167,7 +170,7 @@ print(json.dumps([codes, found.state.name, found.driver_version, getproc(library
     if knows:
         assert said == ""
     else:
-        assert "stepping aside: the driver is for CUDA" in one_line(said)
+        assert "pass-through: the driver is for CUDA" in one_line(said)
 
 
 def test_it_steps_aside_for_a_program_that_opened_the_driver_by_its_path(libraries: Libraries) -> None:
@@ -191,12 +194,13 @@ real = ctypes.CDLL(sys.argv[1])
 print(json.dumps([library.cuInit(0), stats().state.name, stats().reason]))
 """
     answer, said = ask(script, libraries.environment(proxied=True), other)
-    assert answer == [0, "ASIDE", f"the program has opened another libcuda ({other})"]
+    assert answer == [0, "ASIDE", f"the program has loaded another libcuda ({other})"]
     assert str(other) in one_line(said)
 
 
 def test_a_program_that_opens_only_the_driver_by_its_path_meets_no_proxy(libraries: Libraries) -> None:
-    """Nor does one that opens it by its name afterwards: the loader gives it what is there."""
+    """A program that opens the driver by path, and then by name, gets no proxy: the loader returns the
+    loaded driver."""
     script = """
 library = ctypes.CDLL(sys.argv[1])
 again = ctypes.CDLL("libcuda.so.1")
@@ -253,6 +257,6 @@ library = ctypes.CDLL("libcuda.so.1")
 library.cuInit(0)
 print(json.dumps(len(os.listdir("/proc/self/fd")) - before))
 """
-    # The one is the driver's own.
+    # The driver itself leaves one descriptor open.
     assert ask(script, libraries.environment(proxied=False)) == (1, "")
     assert ask(script, libraries.environment(proxied=True)) == (1, "")

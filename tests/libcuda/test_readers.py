@@ -1,4 +1,5 @@
-"""The file of MPSD_FAILOVER_READS: what validation writes into it, what is no such file; sums of pages."""
+"""The read list (MPSD_FAILOVER_READS): writing it by validation, rejecting other files, and checksums of
+pages."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from tests.libcuda.test_still import (
     saved,
     validate,
     validated,
+    validations,
 )
 from tests.support import moving
 from tests.support.gate import Gate
@@ -30,7 +32,7 @@ from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain
 
-__all__ = ["backend", "copies", "domain", "gate", "known", "post", "reads", "second"]
+__all__ = ["backend", "copies", "domain", "gate", "known", "post", "reads", "second", "validations"]
 
 LINE = "copy 1f 3 0000000000000002 0000000000000001\n"
 BAD = {
@@ -60,29 +62,32 @@ def test_a_file_that_is_none_is_told(
     text, line = BAD[name]
     reads.write_text(text)
     said = run_with(libraries, domain, post, str(reads))
-    assert f"MPSD_FAILOVER_READS: {reads}: line {line} is none that validation writes; all" in said
+    assert f"MPSD_FAILOVER_READS: {reads}: line {line} is invalid; snapshots" in said
 
 
 def test_a_file_that_is_not_there_is_told(
     libraries: Libraries, domain: Domain, post: Post, reads: Path
 ) -> None:
     said = run_with(libraries, domain, post, str(reads))
-    assert f"MPSD_FAILOVER_READS: {reads}: No such file or directory; all" in said
-    assert "MPSD_FAILOVER_READS: no absolute path; all" in run_with(libraries, domain, post, "reads")
+    assert f"MPSD_FAILOVER_READS: {reads}: No such file or directory; snapshots" in said
+    assert "MPSD_FAILOVER_READS: not an absolute path; snapshots" in run_with(
+        libraries, domain, post, "reads"
+    )
 
 
 def test_what_one_run_has_seen_written_another_does_not_take_back(
     libraries: Libraries, domain: Domain, post: Post, known: Path
 ) -> None:
-    """By both words into one allocation: both may have written."""
+    """A later run does not withdraw a parameter that was seen written; two pointers into one allocation
+    both count."""
     validate(
         libraries, domain, post, known, "go('copy', to, to + 4096, 8)", "gpu.run('add', to + 4096, 8, 1)"
     )
-    # Nothing but zeros was copied: no word of it was seen to write.
+    # The copy moved only zeros, so no word of it was seen to change.
     assert kernels(known) == {"copy": (3, 1), "store": (1, 0), "add": (0, 1)}
     within, add = "go('copy', to, to + 4096, 8)", "gpu.run('add', to + 4096, 8, 1)"
     validate(libraries, domain, post, known, within, add)
-    # Nothing but zeros was copied: no word of it was seen to write.
+    # The copy moved only zeros, so no word of it was seen to change.
     assert kernels(known) == {"copy": (3, 1), "store": (1, 0), "add": (0, 1)}
     validate(libraries, domain, post, known, within, add, within, "go('store', to, 0)")
     assert kernels(known) == {"copy": (3, 3), "store": (1, 1), "add": (0, 1)}
@@ -108,7 +113,8 @@ def test_kernels_of_a_graph_are_seen(libraries: Libraries, domain: Domain, post:
 def test_what_is_not_looked_at_may_have_been_written(
     libraries: Libraries, domain: Domain, post: Post, reads: Path
 ) -> None:
-    """A kernel that is given memory of the host's; one while a function of the host is open."""
+    """Work that validation does not observe counts as a write: a kernel with host memory, and one beside
+    an open host callback."""
     pinned = "go('copy', gpu.made('cuMemHostAlloc', 4096, 0), weights, 8)"
     held = "gpu.host('a', holds=True), go('store', to, 0), gpu.go('a')"
     validate(libraries, domain, post, reads, pinned, f"[{held}] and 0")
@@ -131,7 +137,7 @@ def test_validation_leaves_a_file_that_is_none(
 ) -> None:
     reads.write_text(text)
     said = validate(libraries, domain, post, reads, "go('copy', to, weights, 8)")
-    assert "is none that validation writes; it is left as it is" in said
+    assert "is invalid; the file is not changed" in said
     assert reads.read_text() == text
 
 
@@ -139,7 +145,7 @@ def test_where_it_cannot_be_written_that_is_told(
     libraries: Libraries, domain: Domain, post: Post, tmp_path: Path
 ) -> None:
     said = validate(libraries, domain, post, tmp_path / "none" / "reads", "go('copy', to, weights, 8)")
-    assert "none/reads: No such file or directory; what was seen is lost" in said
+    assert "none/reads: No such file or directory; the results of validation are not saved" in said
 
 
 def test_another_build_of_a_kernel_is_not_meant(
@@ -162,7 +168,7 @@ BITS = (1 << 64) - 1
 
 
 def summed(one: int, two: int, place: int) -> int:
-    """What the kernel of pages.c adds to a page's sum for two words of it, by its own text."""
+    """Return the contribution of two words to a page's checksum, computed from the PTX text of pages.c."""
     source = (Path(__file__).resolve().parents[2] / "clients/libcuda/src/exact/pages.c").read_text()
     loop = source[source.index("ld.volatile.global.v2.u64") : source.index("add.u64 %sum, %sum, %two")]
     values = {"%one": one, "%two": two, "%place": place}
@@ -180,7 +186,8 @@ def summed(one: int, two: int, place: int) -> int:
 @pytest.mark.parametrize("bit", [0, 31, 34, 62, 63])
 @pytest.mark.parametrize("which", [0, 1])
 def test_two_changes_of_a_page_do_not_make_up_for_one_another(bit: int, which: int) -> None:
-    """The same bit of two words of a page, whatever they are: signs that change, words that are toggled."""
+    """Two changes of one bit in two words of a page do not cancel out in its checksum, whatever the words
+    hold."""
     drawn = random.Random(bit)
     for _ in range(500):
         words = [[drawn.choice([0, drawn.getrandbits(64)]) for _ in range(2)] for _ in range(2)]

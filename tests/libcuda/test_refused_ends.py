@@ -1,4 +1,5 @@
-"""What the driver refuses to end is there as before in any copy, and what it has made invalid is so."""
+"""Objects that the driver refuses to destroy stay usable in any instance, and invalidated captures stay
+invalid."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from tests.support.simnode import Domain, until
 __all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
 
 CAPTURE_UNSUPPORTED, INVALIDATED, INVALID_HANDLE = "900", "901", "400"
-# In mode GLOBAL nobody may unload anything.
+# During a capture in mode GLOBAL the driver refuses every unload.
 BEGIN = "gpu.code('cuStreamBeginCapture_v2', s, 0)"
 END = "gpu.code('cuStreamEndCapture', s, ctypes.byref(graph))"
 ADD = "gpu.run('own', m, 8, 1), gpu.sync(), gpu.word(m)"
-# Of each what the program has of it, and its end.
+# Code to create each kind, and code to destroy it.
 MODULE = "own = gpu.made('cuModuleLoadData', IMAGE); add = gpu.made('cuModuleGetFunction', own, b'add')"
 LIBRARY = """
 own = ctypes.c_void_p()
@@ -60,7 +61,7 @@ def test_what_was_not_unloaded_comes_along(
     domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int,
     made: str, unload: str,
 ) -> None:  # fmt: skip
-    """Refused before there is a standby, beside one, and in the next copy."""
+    """A module or library is carried over after refused unloads before, beside and after a standby."""
     line = post.greet(mode)
     begin(ask, made)
     refuse(ask, unload)
@@ -107,7 +108,8 @@ def test_what_is_in_a_variable_comes_along_where_its_module_was_not_unloaded(
 def test_what_is_in_a_variable_is_not_lost_with_that_which_was_there_before(
     domain: Domain, second: Domain, gate: Gate, post: Post, ask: Program, copies: Path, mode: int
 ) -> None:
-    """Another one has its place before the thread that unloads its module hears that it has gone."""
+    """Data in a new variable is kept if it takes the place of a variable that another thread is still
+    unloading."""
     line = post.greet(mode)
     begin(ask, MODULE + VARIABLE)
     ask("later = Later(gpu); before = variable(own)")
@@ -129,7 +131,7 @@ def test_what_is_in_a_variable_is_not_lost_with_that_which_was_there_before(
 def test_a_capture_that_is_invalid_is_so_in_the_next_copy(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int, goes_on: bool
 ) -> None:
-    """What was given to it since is in no graph."""
+    """A capture invalidated before a move is invalid after it, and launches since then are in no graph."""
     line = post.greet(mode)
     ask("m = gpu.memory(4 << 20); s = gpu.made('cuStreamCreate', 0); graph = ctypes.c_uint64(1); gpu.sync()")
     ask("status = ctypes.c_int()")
@@ -141,7 +143,7 @@ def test_a_capture_that_is_invalid_is_so_in_the_next_copy(
     if goes_on:
         assert ask("gpu.run('add', m, 8, 10, stream=s)") == INVALIDATED
     break_domain(domain)
-    # In the mode `keep` what was refused counts as given: the program meets an error.
+    # In mode `keep` a refused launch counts as submitted, so the program gets an error.
     met = "719" if mode == moving.KEEP else "0"
     assert move(line).text == ("mode keep" if mode == moving.KEEP else "")
     assert ask(asked) == "(0, 2)"

@@ -1,4 +1,4 @@
-"""Mode `exact`: launches that a thread of the proxy's gives the driver, while the program goes on."""
+"""Mode `exact`: a thread of the proxy submits launches to the driver while the program continues."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from tests.support.simnode import Domain, until
 
 __all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
 
-RELAY = pytest.mark.parametrize(
-    "ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "always"}], indirect=True
-)
+RELAY = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "relay": "always"}], indirect=True)
 UNTIL_IT_IS = "all(gpu.run('add', m, 8, 1) == 0 for _ in range(100))"
 
 
@@ -31,7 +29,7 @@ def relayed(ask: Program) -> int:
 
 
 def awake(post: Post, ask: Program) -> Line:
-    """Launches of `add` are left to the relay from here on; m is not 0."""
+    """Return a connection when launches of `add` are left to the relay thread; m is not 0."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20)")
 
@@ -40,13 +38,13 @@ def awake(post: Post, ask: Program) -> Line:
         return relayed(ask) > 0
 
     until(is_awake)
-    # Each epoch's first is given by its own thread, which saves what it may write.
+    # The program's thread submits the first launch of an epoch, since it saves the written buffer.
     assert ask("gpu.sync(), gpu.code('cuMemsetD8_v2', m, 0, 8 << 20)") == "(0, 0)"
     return line
 
 
 def one_is_on_its_way(gate: Gate, ask: Program, others: int) -> None:
-    """The relay is kept in the driver with a launch, and so many others are left. m becomes 2 + others."""
+    """Hold the relay thread in the driver with one launch and `others` waiting. m becomes 2 + others."""
     assert ask("gpu.run('add', m, 8, 1)") == "0"
     gate.keep(LAUNCH)
     assert ask(f"[gpu.run('add', m, 8, 1) for _ in range({1 + others})]") == str([0] * (1 + others))
@@ -91,12 +89,12 @@ def test_what_is_given_next_comes_behind_it(
 def test_a_move_does_what_was_left_to_it(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, planned: bool
 ) -> None:
-    """The first of them is on its way to the driver, and stays there."""
+    """A move carries out launches that were left to the relay, while the driver holds the first of them."""
     line = awake(post, ask)
     stand_by(line, second, copies)
     one_is_on_its_way(gate, ask, 18)
     if planned:
-        # Calls are held by then, the relay's too.
+        # The move blocks calls by now, including the relay's.
         line.say(moving.MOVE, 1, planned=True, again=1)
         until(line.is_read)
         gate.keep(0)
@@ -143,12 +141,12 @@ def test_what_the_driver_refuses_late_the_next_wait_says(gate: Gate, post: Post,
     ask.tell("gpu.sync(), gpu.sync(), gpu.word(m)")
     assert ask.answer() == "(719, 0, 2)"
     gate.keep(0)
-    assert "refused a launch (error 2) after the program went on" in ask.end()
+    assert "refused a launch (error 2) after the call had returned" in ask.end()
 
 
 @RELAY
 def test_a_launch_of_another_shape_is_refused_at_once(post: Post, ask: Program) -> None:
-    """More shared memory than there is."""
+    """A launch with more shared memory than available is refused at once."""
     awake(post, ask)
     assert ask("gpu.run('add', m, 8, 1), gpu.run('add', m, 8, 1, shared=1 << 20)") == "(0, 1)"
     assert ask("gpu.sync(), gpu.word(m)") == "(0, 1)"
@@ -166,7 +164,7 @@ def test_a_thread_with_no_context_is_told_at_once(post: Post, ask: Program) -> N
 
 @RELAY
 def test_what_a_kernel_may_take_is_asked_anew_when_it_was_set(post: Post, ask: Program) -> None:
-    """64 KiB of shared memory for each block, and then less."""
+    """A changed limit of dynamic shared memory applies to later launches: 64 KiB first, then less."""
     awake(post, ask)
     limit = "gpu.code('cuFuncSetAttribute', gpu.functions['add'], 8, {})"
     run = "gpu.run('add', m, 8, 1, shared=64 << 10)"
@@ -192,7 +190,7 @@ def test_what_is_set_holds_for_later_launches_alone(
 
 @RELAY
 def test_a_program_may_end_with_launches_that_nobody_waits_for(gate: Gate, post: Post, ask: Program) -> None:
-    """Nor does it wait for a driver that keeps one of them."""
+    """A program may exit with unsubmitted launches, without waiting for a driver that blocks one of them."""
     awake(post, ask)
     one_is_on_its_way(gate, ask, 8)
     assert ask.end() == ""
@@ -228,7 +226,7 @@ def test_when_the_mode_ends_the_program_can_still_be_moved(
     break_domain(domain)
     assert move(line).kind == moving.MOVED
     gate.keep(0)
-    # It is told that something is missing.
+    # The program is told that results may be missing.
     assert ask("gpu.sync(), gpu.sync()") == "(719, 0)"
     assert "may be missing" in ask.end()
 
@@ -236,8 +234,8 @@ def test_when_the_mode_ends_the_program_can_still_be_moved(
 @pytest.mark.parametrize(
     "ask",
     [
-        {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "off"},
-        {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "always", "CUDA_LAUNCH_BLOCKING": "1"},
+        {"MPSD_FAILOVER": "exact", "relay": "off"},
+        {"MPSD_FAILOVER": "exact", "relay": "always", "CUDA_LAUNCH_BLOCKING": "1"},
     ],
     indirect=True,
     ids=["off", "launches are to wait"],
@@ -250,7 +248,7 @@ def test_there_may_be_none(post: Post, ask: Program) -> None:
     assert ask.end() == ""
 
 
-@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_RELAY": "on"}], indirect=True)
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact", "relay": "on"}], indirect=True)
 def test_what_is_none_of_its_words_is_told(post: Post, ask: Program) -> None:
     post.greet(moving.EXACT)
-    assert "MPSD_FAILOVER_RELAY: not one of auto, off, always; auto is taken" in ask.end()
+    assert "MPSD_DEBUG: relay=on is not one of auto, off, always: using auto" in ask.end()

@@ -1,4 +1,5 @@
-"""What is given back of a first copy that is left, by a resource manager that a program imitates."""
+"""Release of the resources that the original driver instance leaves behind, against an imitated resource
+manager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Copies of rows and planes, memsets of rows, copies between peers: as without the proxy, and done again."""
+"""Copies of rows and planes, memsets of rows, and peer copies behave as without the proxy and can be
+replayed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ MODES = pytest.mark.parametrize(
     ids=["exact", "keep"],
 )
 
-# m and n have 8 MiB of pattern, `host` has what the host gives, s is a stream.
+# m and n hold 8 MiB of pattern, `host` holds the host's data, s is a stream.
 START = (
     "from tests.support.rows import ARRAY, DEVICE, HOST, UNIFIED, box, plane; import ctypes;"
     "m = gpu.memory(8 << 20); n = gpu.memory(8 << 20); s = gpu.made('cuStreamCreate', 1);"
@@ -131,7 +132,7 @@ def test_the_stand_in_does_and_refuses_what_a_driver_does(without: object) -> No
     assert isinstance(without, list)
     codes = [code for code, *_ in without]
     assert {0, 1, 201} == set(codes)
-    # Nine copies in four ways, and each changes something the first time.
+    # Nine copies in four ways; each changes memory the first time.
     assert codes[:36] == [0] * 36
     assert all(without[i][1:] != without[i - 1][1:] for i in range(4, 36, 4))
     assert codes[36 : 36 + 8 * 4] == [1] * 32
@@ -160,14 +161,15 @@ WRITES = {
 def test_what_was_there_before_is_there_when_it_is_read_again(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, write: str
 ) -> None:
-    """All of it has run when the context is lost, and nothing of it is proven."""
+    """Overwritten source data is restored before the replay reads it: all work ran before the loss, and
+    none is proven complete."""
     line = post.greet(moving.EXACT)
     assert ask(START) == "None"
     assert ask("k = gpu.memory(4096); gpu.put(k, 1, 2, 3, 4, 5); gpu.sync()") == "None"
     ask("ran = (ctypes.c_uint32 * 2).from_address(pinned + 4096); ran[:] = 0, 0; gpu.sync()")
     stand_by(line, second, copies)
     assert ask("gpu.code('cuMemcpyDtoDAsync_v2', n, m, 8 << 20, s)") == "0"
-    # What is written now is not in the stream, and would not wait for it.
+    # This copy is outside the stream and does not wait for it.
     assert ask("gpu.code('cuMemcpyDtoHAsync_v2', pinned + 4096, k + 12, 4, s)") == "0"
     until(lambda: ask("ran[0]") == "4")
     assert ask(write) == "0"
@@ -191,7 +193,7 @@ def _name(write: str) -> str:
 def test_of_rows_far_apart_only_their_own_pages_are_saved(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, lets: int
 ) -> None:
-    """The saves are two operations, and the third says that they are there."""
+    """Only the pages of distant rows are saved, by two operations; the third is the completion mark."""
     line = post.greet(moving.EXACT)
     assert ask(START) == "None"
     stand_by(line, second, copies)
@@ -221,7 +223,10 @@ def test_a_long_copy_to_the_host_begins_anew(
     shape: tuple[int, int],
     lets: int,
 ) -> None:
-    """In pieces of 4 MiB: a kernel before it, or some of them, have ended. What is between rows stays."""
+    """A long copy to the host restarts after any part of it; data between the rows is unchanged.
+
+    The copy runs in chunks of 4 MiB. The kernel before it, or some chunks, have ended.
+    """
     width, height = shape
     line = post.greet(moving.EXACT)
     assert ask(START) == "None"
@@ -248,7 +253,8 @@ def test_a_long_copy_to_the_host_begins_anew(
 def test_rows_that_the_program_has_seen_are_not_written_again(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """Another stream's work is unproven, so the epoch is not over."""
+    """Replay does not overwrite rows that the program saw, although unproven work of another stream keeps
+    the epoch open."""
     line = post.greet(moving.EXACT)
     assert ask(START) == "None"
     ask("out = (ctypes.c_uint32 * 8).from_address(pinned); out[:] = [0] * 8; t = gpu.stream()")
@@ -301,7 +307,7 @@ def test_captured_rows_of_the_host_are_not_done_again(
     assert ask("gpu.code('cuGraphLaunch', x, s), gpu.run('long', m, 8, 1)") == "(0, 0)"
     break_domain(domain)
     assert "a graph with copies" in move(line).text
-    # It reads what is there when it is launched.
+    # The graph reads the host memory at its launch.
     ask("ctypes.memmove(pinned, at + 4, 64), gpu.sync()")
     launched = "gpu.code('cuGraphLaunch', x, s), gpu.sync(), seen(n)[0]"
     assert ask(launched) == "(0, 0, [1, 2, 0, 0, 4, 5, 0, 0])"
@@ -312,31 +318,35 @@ def test_captured_rows_of_the_host_are_not_done_again(
 @pytest.mark.parametrize(
     ("does", "code", "why"),
     [
-        ("rows('cuMemcpy2D_v2', (ARRAY, 0, 16), (DEVICE, m, 16), 8, 2)", 1, "a copy of rows with an array"),
+        (
+            "rows('cuMemcpy2D_v2', (ARRAY, 0, 16), (DEVICE, m, 16), 8, 2)",
+            1,
+            "a 2D or 3D copy with a CUDA array",
+        ),
         (
             "gpu.code('cuMemcpy3D_v2', ctypes.byref(box((DEVICE, m, 16), (ARRAY, 0, 0), 8, 2, 1)))",
             1,
-            "a copy of rows with an array",
+            "a 2D or 3D copy with a CUDA array",
         ),
         (
             "gpu.code('cuMemcpyPeer', m, gpu.context, n, at, 64)",
             201,
-            "cuMemcpyPeer of two contexts",
+            "cuMemcpyPeer between two contexts",
         ),
         (
             "gpu.code('cuMemcpyPeerAsync', m, at, n, gpu.context, 64, s)",
             201,
-            "cuMemcpyPeerAsync of two contexts",
+            "cuMemcpyPeerAsync between two contexts",
         ),
         (
             "rows('cuMemcpy2D_v2', (DEVICE, gpu.variable('table'), 8), (DEVICE, m, 16), 8, 2)",
             0,
-            "a copy into a module's variable",
+            "a copy into a module variable",
         ),
         (
             "gpu.code('cuMemsetD2D8_v2', gpu.variable('table'), 8, 1, 4, 2)",
             0,
-            "a copy into a module's variable",
+            "a copy into a module variable",
         ),
     ],
 )
@@ -362,9 +372,9 @@ def test_rows_of_a_variable_are_not_read_back(
     assert move(line).text in ("", "mode keep")
     assert ask("rows('cuMemcpy2DAsync_v2', (DEVICE, m, 8), (UNIFIED, table, 8), 4, 2)") == "719"
     assert ask("rows('cuMemcpy2D_v2', (HOST, at, 8), (DEVICE, table, 8), 4, 2)") == "719"
-    assert line.hear(moving.OPAQUE).text == "a copy from a module's variable"
+    assert line.hear(moving.OPAQUE).text == "a copy from a module variable"
     assert ask("gpu.sync()") == "0"
-    assert "lost in a move" in ask.end()
+    assert "lost in a fail-over" in ask.end()
 
 
 @EXACT
@@ -387,7 +397,7 @@ def test_what_is_larger_than_all_memory_the_driver_refuses(post: Post, ask: Prog
 @EXACT
 @pytest.mark.parametrize("call", ["cuMemcpy2D_v2", "cuMemcpy2DAsync_v2"])
 def test_of_rows_that_are_refused_none_is_copied(post: Post, ask: Program, call: str) -> None:
-    """What lies behind the allocation is memory too, but another's."""
+    """A refused copy of rows copies none; the memory behind the allocation belongs to another allocation."""
     post.greet(moving.EXACT)
     assert ask(START) == "None"
     given = "(HOST, ctypes.addressof(into), 2 << 20), (DEVICE, m, 2 << 20), 4096"

@@ -1,4 +1,4 @@
-"""mpsd-run: what a program and its children meet, and when it steps aside."""
+"""mpsd-run: the environment of a program and its children, and when the program is not started."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ import pytest
 
 import mpsd_client
 from mpsd_client.driver import find_driver
-from tests.support.libcudas import DEADLINE_S, MPSD_RUN, ROOT, Libraries, run
+from tests.support import libcudas
+from tests.support.libcudas import DEADLINE_S, ROOT, Libraries, run
 from tests.support.site import Site
 
-# Says in how far this process and the children of each kind reach the driver through the proxy.
+MPSD_RUN = [*libcudas.MPSD_RUN, "-q"]
+
+# Print for this process and each kind of child whether it reaches the driver through the proxy.
 CHILDREN = """
 import ctypes, json, multiprocessing, os, subprocess, sys
 sys.path.insert(0, {libcuda!r})
@@ -52,13 +55,13 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    with Site() as started:
+    with Site(protect='"guard"') as started:
         yield started.start()
 
 
 @pytest.fixture
 def environment(site: Site, libraries: Libraries) -> dict[str, str]:
-    """A user's environment on a node where all is well: the driver is the stand-in."""
+    """Return a user's environment on a healthy node; the driver is the stand-in."""
     environment = libraries.environment(proxied=False)
     return {
         **environment,
@@ -75,8 +78,8 @@ def pipe_directory(site: Site) -> str:
         return daemon.env()["CUDA_MPS_PIPE_DIRECTORY"]
 
 
-def test_the_program_gets_three_variables_and_keeps_the_others(
-    environment: dict[str, str], libraries: Libraries, pipe_directory: str
+def test_the_program_gets_variables_and_keeps_the_others(
+    environment: dict[str, str], libraries: Libraries, pipe_directory: str, site: Site
 ) -> None:
     show = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
     done = run([*MPSD_RUN, *show], {**environment, "MINE": "a b"})
@@ -86,6 +89,8 @@ def test_the_program_gets_three_variables_and_keeps_the_others(
         "CUDA_MPS_PIPE_DIRECTORY": pipe_directory,
         "LD_LIBRARY_PATH": f"{libraries.proxy}:/nonexistent/first::{libraries.standin}",
         "MPSD_REAL_LIBCUDA": str(libraries.real),
+        "MPSD_VAULT_SOCKET": str(site.run_dir / "vault.sock"),
+        "MPSD_PROTECTION": "guard",
         "MINE": "a b",
     }
     assert {name: value for name, value in seen.items() if name != "LC_CTYPE"} == {**environment, **added}
@@ -110,7 +115,8 @@ def test_children_of_every_kind_have_the_proxy(
 def test_a_c_program_runs_the_same(environment: dict[str, str], libraries: Libraries, direct: bool) -> None:
     program = libraries.program("sequence", direct=direct)
     without = run([program], libraries.environment(proxied=False))
-    done = run([*MPSD_RUN, program], environment)
+    # Memory of the vault answers some queries differently.
+    done = run([*MPSD_RUN, program], {**environment, "MPSD_DEBUG": "vault=0"})
     assert (done.returncode, done.stderr, done.stdout) == (0, "", without.stdout)
 
 
@@ -162,7 +168,7 @@ def test_the_end_of_the_program_is_the_end(
 
 
 def test_the_process_becomes_the_program(environment: dict[str, str]) -> None:
-    """So signals for it, and its terminal, are the program's without anybody passing them on."""
+    """mpsd-run is replaced by the program, which gets signals and the terminal directly."""
     waiting = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
     with subprocess.Popen(
         [*MPSD_RUN, sys.executable, "-c", waiting], env=environment, stdout=subprocess.PIPE, text=True
@@ -179,24 +185,29 @@ def test_the_process_becomes_the_program(environment: dict[str, str]) -> None:
 SHOW = ["sh", "-c", "echo [$CUDA_MPS_PIPE_DIRECTORY] [$LD_LIBRARY_PATH] [$MPSD_REAL_LIBCUDA]"]
 
 
-def test_without_a_daemon_the_program_runs_as_it_is(environment: dict[str, str], tmp_path: Path) -> None:
+def test_without_a_daemon_the_program_runs_only_if_that_is_allowed(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     environment["MPSD_SOCKET"] = str(tmp_path / "none.sock")
     done = run([*MPSD_RUN, *SHOW], environment)
-    assert done.stdout.split() == ["[]", f"[{environment['LD_LIBRARY_PATH']}]", "[]"]
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("mpsd-run: stepping aside: ")
+    assert (done.returncode, done.stdout) == (69, "") and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"mpsd-run: no daemon answers on {tmp_path}/none.sock")
+    loud = run([*libcudas.MPSD_RUN, "--allow-unprotected", *SHOW], environment)
+    assert loud.stdout.split() == ["[]", f"[{environment['LD_LIBRARY_PATH']}]", "[]"]
+    assert len(loud.stderr.splitlines()) == 1
+    assert loud.stderr.startswith("mpsd: not protected: no daemon answers on ")
 
 
 WISHES = [
-    (["--gpu", "7"], "there is no GPU '7' (GPUs here: 0: GPU-"),
+    (["--gpu", "7"], "there is no GPU '7' (GPUs of this machine: 0: GPU-"),
     (["--gpu", ""], "argument 'gpu'"),
-    (["--library", "/nonexistent"], "there is no libcuda.so.1 in /nonexistent"),
+    (["--library", "/nonexistent"], "no libcuda.so.1 in /nonexistent"),
     (["--socket", "/nonexistent.sock"], "no daemon answers on /nonexistent.sock"),
 ]
 
 
 @pytest.mark.parametrize("wish, words", WISHES)
-def test_what_is_asked_for_and_cannot_be_had_keeps_the_program_from_running(
+def test_a_request_that_cannot_be_met_keeps_the_program_from_running(
     environment: dict[str, str], wish: list[str], words: str
 ) -> None:
     done = run([*MPSD_RUN, *wish, "echo", "ran"], environment)
@@ -219,20 +230,23 @@ def test_without_a_daemon_a_wish_is_an_error(
 
 def test_lines_for_a_shell_that_nobody_can_read_are_an_error(environment: dict[str, str]) -> None:
     done = run(["sh", "-c", 'exec "$@" >/dev/full', "sh", *MPSD_RUN, "--env"], environment)
-    assert (done.returncode, done.stderr) == (69, "mpsd-run: cannot write: No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        69,
+        "mpsd-run: cannot write to standard output: No space left on device\n",
+    )
 
 
 def test_without_the_library_or_a_driver_the_program_joins_all_the_same(
     environment: dict[str, str], libraries: Libraries, pipe_directory: str, tmp_path: Path
 ) -> None:
-    path = environment["LD_LIBRARY_PATH"]
-    done = run([*MPSD_RUN, *SHOW], {**environment, "MPSD_LIBCUDA_DIR": str(tmp_path)})
+    path, loud = environment["LD_LIBRARY_PATH"], libcudas.MPSD_RUN
+    done = run([*loud, *SHOW], {**environment, "MPSD_LIBCUDA_DIR": str(tmp_path)})
     assert done.stdout.split() == [f"[{pipe_directory}]", f"[{path}]", "[]"]
-    assert "no libcuda of mpsd's" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert "mpsd's libcuda is not installed" in done.stderr and len(done.stderr.splitlines()) == 1
     if find_driver({}, str(libraries.proxy)) is not None:
         return
     environment["LD_LIBRARY_PATH"] = str(tmp_path)
-    done = run([*MPSD_RUN, *SHOW], environment)
+    done = run([*loud, *SHOW], environment)
     assert done.stdout.split() == [f"[{pipe_directory}]", f"[{tmp_path}]", "[]"]
     assert "no CUDA driver" in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -245,7 +259,8 @@ def test_streams_that_are_closed_or_full_do_not_keep_the_program_from_running(
     if not daemon:
         environment["MPSD_SOCKET"] = str(tmp_path / "none.sock")
     program = ["sh", "-c", 'ls -l /proc/$$/fd >"$0"; exit 7', tmp_path / "ran"]
-    done = run(["sh", "-c", f'exec "$@" {streams}', "sh", *MPSD_RUN, "-v", *program], environment)
+    command = [*libcudas.MPSD_RUN, "-v", "--allow-unprotected", *program]
+    done = run(["sh", "-c", f'exec "$@" {streams}', "sh", *command], environment)
     assert (done.returncode, done.stdout) == (7, "")
     assert "socket:" not in (tmp_path / "ran").read_text()
 
@@ -264,25 +279,29 @@ def test_a_stderr_that_nobody_reads_does_not_keep_the_program_from_running(
     assert done.returncode == status
 
 
-def test_what_it_does_not_expect_is_a_reason_to_step_aside(environment: dict[str, str]) -> None:
-    """Here a daemon whose answer has no environment in it."""
+def test_an_answer_that_it_does_not_expect_keeps_the_program_from_running(
+    environment: dict[str, str],
+) -> None:
     script = (
-        "import sys; from mpsd_client import client, run; client.Client.call = lambda *_: {}; "
+        "import sys; from mpsd_client import client, run; client.Client.call = lambda *_, **__: {}; "
         "sys.exit(run.main(sys.argv[1:]))"
     )
     done = run([sys.executable, "-c", script, *SHOW], environment)
-    assert done.returncode == 0
+    assert (done.returncode, done.stdout) == (69, "")
+    assert done.stderr.startswith("mpsd-run: KeyError: 'gpus'; ") and len(done.stderr.splitlines()) == 1
+    done = run([sys.executable, "-c", script, "--allow-unprotected", *SHOW], environment)
     assert done.stdout.split() == ["[]", f"[{environment['LD_LIBRARY_PATH']}]", "[]"]
-    assert done.stderr == "mpsd-run: stepping aside: KeyError: 'env'; the program runs without mpsd\n"
+    assert done.stderr.startswith("mpsd: not protected: KeyError: 'gpus'; the program runs outside mpsd")
 
 
 @pytest.mark.parametrize("given", [[], ["LC_CTYPE=C"], ["LC_CTYPE=C.UTF-8"], ["LC_ALL=C"], ["LANG=C"]])
 def test_the_program_has_the_locale_that_it_was_given(
     environment: dict[str, str], tmp_path: Path, given: list[str]
 ) -> None:
-    """Python makes the locale C into C.UTF-8 for itself and its children."""
+    """The program gets the locale unchanged, although Python turns C into C.UTF-8 for itself and its
+    children."""
     kept = [f"PYTHONPATH={environment['PYTHONPATH']}", f"MPSD_SOCKET={tmp_path / 'none.sock'}", *given]
-    done = run(["env", "-i", *kept, *MPSD_RUN, "/usr/bin/env"], environment)
+    done = run(["env", "-i", *kept, *MPSD_RUN, "--allow-unprotected", "/usr/bin/env"], environment)
     assert sorted(done.stdout.splitlines()) == sorted(kept)
 
 

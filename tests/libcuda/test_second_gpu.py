@@ -1,4 +1,4 @@
-"""A program that has two GPUs and uses the second one alone: on the stand-in driver, alone in its process."""
+"""A program that has two GPUs and uses only the second; the stand-in driver runs alone in its process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_what_was_in_flight_is_done_again(program: Program) -> None:
 
 
 def test_what_another_gpus_context_once_saved_keeps_nobody_from_launching(program: Program) -> None:
-    """Its stream may not be that of the copies from then on."""
+    """Snapshots of another GPU's context do not block later launches, although its stream cannot be used
+    for them."""
     program.ask("m = gpu.memory(8 << 20)")
     add = "gpu.run('add', m, 8, 1), gpu.sync()"
     assert [program.ask(add) for _ in range(2)] == ["(0, 0)"] * 2

@@ -9,7 +9,7 @@ from tests.support.libcudas import Libraries, run
 
 @pytest.fixture(scope="module")
 def without(libraries: Libraries) -> list[str]:
-    """The sequence on the stand-in alone."""
+    """Return the output of the sequence on the stand-in alone."""
     done = run([libraries.program("sequence")], libraries.environment(proxied=False))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -1,4 +1,5 @@
-"""A C driver's program under a real mpsd on the simulated GPU: seen, named, and a neighbour told."""
+"""A C driver program under a real mpsd on the simulated GPU: its fault is seen and attributed, and a
+neighbour is told."""
 
 from __future__ import annotations
 
@@ -43,15 +44,15 @@ Tell = Callable[[str], str]
 
 @contextmanager
 def client(site: Site, libraries: Libraries, script: Path) -> Iterator[tuple[int, Tell]]:
-    """Its pid, and a way to have it do something and hear what cuCtxSynchronize says then."""
+    """Run the program; yield its pid and a function that sends it a command and returns cuCtxSynchronize's
+    code."""
     script.write_text(PROGRAM)
     environment = {
-        **libraries.environment(proxied=False),
+        **libraries.environment(proxied=False, vault="1"),
         "PYTHONPATH": f"{ROOT / 'clients'}:{ROOT}",
         "MPSD_SOCKET": site.socket,
         "MPSD_LIBCUDA_DIR": str(libraries.proxy),
         "MPSD_STANDIN_GPU": "simulated",
-        "MPSD_VAULT": "1",
     }
     command = [*MPSD_RUN, sys.executable, str(script)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -88,7 +89,7 @@ def test_a_stray_store_is_pinned_on_the_program_that_made_it(
             attached(site, offender, neighbour)
             assert look("look") == "0"
             assert stray("stray") == "700"
-            # The fault comes to the neighbour when the GPU has handled it.
+            # The neighbour gets the fault when the GPU has handled it.
             until(lambda: look("look") == "700", "the neighbour has its error")
         record = site.until_fault("mmu-invalid-address")
     assert (record["offender"]["pid"], record["confidence"]) == (offender, "certain")

@@ -1,7 +1,6 @@
-"""Memory that is there for a fail-over alone goes to a program that has run out: the asking and the giving.
+"""Memory reserved for fail-over goes to a program that has run out of memory: requests and releases.
 
-The daemon is played by the test. Long because who asks, who gives and what comes between are each cases of
-their own.
+The test plays the daemon.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tests.support.simnode import Domain, until
 __all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
 
 MIB = 1 << 20
-TOO_MUCH = 4 << 30  # all that there is
+TOO_MUCH = 4 << 30  # the whole memory
 ALLOCATE = f"gpu.code('cuMemAlloc_v2', ctypes.byref(ctypes.c_uint64()), {TOO_MUCH})"
 CREATE = f"gpu.code('cuMemCreate', ctypes.byref(ctypes.c_uint64()), {TOO_MUCH}, PLAIN, 0)"
 SIZES = "sizes = (ctypes.c_size_t * 2)()"
@@ -34,7 +33,7 @@ ANOTHER = "another program needed its memory"
 
 
 def give(line: Line, spared: int) -> int:
-    """What it says that it has given."""
+    """Ask the program to release memory; return how much it reports as released."""
     line.say(moving.GIVE, value=spared)
     return given_of(line, spared)
 
@@ -46,7 +45,7 @@ def given_of(line: Line, spared: int) -> int:
 
 
 def answer(line: Line, given: int = 0) -> Said:
-    """What it asked for; it is told that so much was given."""
+    """Answer the program's request with `given` bytes, and return the request."""
     said = line.hear(moving.SHORT)
     line.say(moving.ROOM, value=given, number=said.values[2])
     return said
@@ -63,7 +62,7 @@ def test_a_program_that_has_run_out_asks_until_nobody_gives(
     for one in (*given, 0):
         said = answer(line, one)
     assert ask.answer() == "2"
-    # Its own room for copies had gone by then.
+    # Its own snapshot buffer was released by then.
     assert eval(ask(FREE)) == (0, said.values[1]) and said.values[0] == TOO_MUCH
     assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
     assert ask.end() == ""
@@ -71,7 +70,7 @@ def test_a_program_that_has_run_out_asks_until_nobody_gives(
 
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
-    """How many bytes of the GPU are in use."""
+    """Return the file with the number of GPU bytes that other programs use."""
     path = tmp_path / "used"
     path.write_bytes(bytes(8))
     return path
@@ -86,7 +85,7 @@ def use(used: Path, more: int) -> None:
 def test_what_others_give_is_there_for_the_allocation(
     libraries: Libraries, domain: Domain, post: Post, used: Path
 ) -> None:
-    """They have nearly all there is, and let go of some of it while the program waits."""
+    """Memory that other programs release during the request serves the waiting allocation."""
     known = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_USED": str(used)}
     with started(libraries, domain, post, **known) as ask:
         line = post.greet(moving.EXACT, short=True)
@@ -105,7 +104,8 @@ def test_what_others_give_is_there_for_the_allocation(
 def test_it_says_what_its_standby_takes(
     libraries: Libraries, domain: Domain, second: Domain, post: Post, copies: Path, used: Path
 ) -> None:
-    """And is not made again where there is not as much, and some more."""
+    """A program reports the size of its standby, and does not recreate a standby unless that size and a
+    margin are free."""
     context = 100 * MIB
     known = {"MPSD_STANDIN_USED": str(used), "MPSD_STANDIN_CONTEXT": str(context)}
     with started(libraries, domain, post, **known) as ask:
@@ -113,7 +113,7 @@ def test_it_says_what_its_standby_takes(
         ask(f"m = gpu.memory(8 << 20); gpu.sync(); {SIZES}")
         offer(line, second, copies)
         assert line.hear(moving.READY).values[1] == context
-        # And to a daemon that has come back.
+        # The size is reported to a restarted daemon too.
         offer(line, second, copies)
         assert line.hear(moving.READY).values[1] == context
         line.say(moving.GIVE, value=STANDBY)
@@ -123,7 +123,7 @@ def test_it_says_what_its_standby_takes(
         use(used, free - context - MIB)
         offer(line, second, copies)
         said = line.hear(moving.UNREADY)
-        assert (said.text, said.values[0]) == ("there is too little free memory for one", 1)
+        assert (said.text, said.values[0]) == ("too little free GPU memory for a standby context", 1)
         use(used, MIB - free + context)
         offer(line, second, copies)
         assert line.hear(moving.READY).values[1] == context
@@ -213,7 +213,8 @@ def test_room_for_copies_is_given_and_what_is_written_next_takes_some_again(
 
 
 def at_work(gate: Gate, second: Domain, post: Post, ask: Program, copies: Path) -> Line:
-    """Its line. It is ready, m is 5, and a kernel that adds 1 was given and does not run."""
+    """Return the connection of a program with a standby: m is 5, and a kernel that adds 1 is in flight and
+    does not run."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20)")
     stand_by(line, second, copies)
@@ -227,10 +228,11 @@ def at_work(gate: Gate, second: Domain, post: Post, ask: Program, copies: Path) 
 def test_room_is_not_given_while_what_was_given_to_the_driver_has_not_ended(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """Nothing waits for it for long, and nothing is lost: a move comes as it would."""
+    """The snapshot buffer is not released while submitted work is unfinished; the program waits briefly,
+    loses nothing and can move."""
     line = at_work(gate, second, post, ask, copies)
     line.say(moving.GIVE, value=ROOM)
-    # What is asked for meanwhile is no answer to that.
+    # A launch meanwhile does not count as the answer.
     assert [given_of(line, ROOM), ask("gpu.run('add', m, 8, 1)")] == [0, "0"]
     break_domain(domain)
     assert move(line).text == ""
@@ -291,7 +293,7 @@ def test_a_late_answer_is_none(post: Post, ask: Program) -> None:
     ask("m = gpu.memory(2 << 20)")
     ask.tell(ALLOCATE)
     first = line.hear(moving.SHORT)
-    # Of one that was asked for before.
+    # An answer to another request.
     line.say(moving.ROOM, value=MIB, number=first.values[2] + 1)
     until(line.is_read)
     assert line.is_silent()
@@ -304,7 +306,8 @@ def test_a_late_answer_is_none(post: Post, ask: Program) -> None:
 def test_a_program_that_was_lost_without_a_standby_gets_one_still(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """What its lost context says of memory is nothing."""
+    """A program that faulted without a standby still gets one, whatever its lost context reports about
+    free memory."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20); gpu.sync()")
     stand_by(line, second, copies)
@@ -362,7 +365,11 @@ SMALL = f"gpu.code('cuMemAlloc_v2', ctypes.byref(ctypes.c_uint64()), {MIB})"
 def test_others_are_asked_before_something_is_allocated_that_cannot_come_along(
     libraries: Libraries, domain: Domain, post: Post, used: Path
 ) -> None:
-    """The driver has a little in pieces smaller than a window's."""
+    """A program asks others for memory before an allocation outside the window, which cannot be carried
+    over.
+
+    The driver has a little memory free, in blocks smaller than the window's granule.
+    """
     known = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_USED": str(used)}
     with started(libraries, domain, post, **known) as ask:
         line = post.greet(moving.EXACT, short=True)
@@ -387,14 +394,14 @@ def test_others_are_asked_before_something_is_allocated_that_cannot_come_along(
 def test_room_for_copies_is_never_where_it_cannot_come_along(
     libraries: Libraries, domain: Domain, post: Post, used: Path
 ) -> None:
-    known = {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_UNDO_MIB": "1", "MPSD_STANDIN_USED": str(used)}
+    known = {"MPSD_FAILOVER": "exact", "snapshot_mib": "1", "MPSD_STANDIN_USED": str(used)}
     with started(libraries, domain, post, **known) as ask:
         line = post.greet(moving.EXACT)
         ask(f"m = gpu.made('cuMemAlloc_v2', {2 * MIB}); gpu.sync(); {SIZES}")
         (_, free) = eval(ask(FREE))
         use(used, free - 3 * MIB // 2)
         assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
-        assert line.why_unsure() == "too little free memory for a copy of what one operation may write"
+        assert line.why_unsure() == "too little free GPU memory for the snapshot of one operation"
         assert line.is_silent()
         assert ask.end() == ""
 
@@ -410,7 +417,7 @@ def test_pools_are_given_way_to_though_they_cannot_come_along(
     ask.tell(f"gpu.code('cuMemAllocAsync', ctypes.byref(ctypes.c_uint64()), {TOO_MUCH}, None)")
     heard = [line.hear(moving.OPAQUE, moving.SHORT) for _ in range(2)]
     assert {said.kind for said in heard} == {moving.OPAQUE, moving.SHORT}
-    # Its own room for copies has gone by then.
+    # Its own snapshot buffer is released by then.
     assert next(said.values[1] for said in heard if said.kind == moving.SHORT) > free
     short = next(said for said in heard if said.kind == moving.SHORT)
     line.say(moving.ROOM, number=short.values[2])

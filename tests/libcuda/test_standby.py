@@ -1,5 +1,7 @@
-"""mpsd-standby with a real daemon: programs that go on in another process. The driver is the stand-in, whose
-contexts join the simulated GPU's MPS servers."""
+"""mpsd-standby with a real daemon: programs that continue in another process.
+
+The driver is the stand-in; its contexts join the simulated GPU's MPS servers.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ SERVICE = [sys.executable, str(ROOT / "clients" / "examples" / "warm_service.py"
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with Site(vault__enabled="true") as started:
+    with Site(protect='"guard"') as started:
         yield started.start()
 
 
 class Service:
-    """mpsd-standby with the example: the numbers that it counts, each with its process, and what is said."""
+    """Run mpsd-standby with the counting example; record each number with its process, and the events."""
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class Service:
         return until(look, f"{kind} is said {times} times")[times - 1]
 
     def counts(self, by: int | None = None) -> int:
-        """Until it has counted on; which process it was."""
+        """Wait until the service has counted on; return the pid of the process that counted."""
         before = len(self.counted)
         until(lambda: any(by in (None, pid) for _, pid in self.counted[before:]), "it counts on")
         return self.counted[-1][1]
@@ -89,7 +91,7 @@ class Service:
         status = self.process.wait(DEADLINE_S)
         for thread in self._threads:
             thread.join(DEADLINE_S)
-        # Who closes what another thread still reads from waits for that thread, without end.
+        # Closing a stream that another thread still reads would block for ever.
         assert not any(thread.is_alive() for thread in self._threads), "something still has its output open"
         return status
 
@@ -100,7 +102,7 @@ class Service:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.process.poll() is None:
-            # Whatever it has started goes with it then, also what begins just now.
+            # The signal ends all children too, including those that are just starting.
             self.process.terminate()
         self.end()
         for stream in (self.process.stdout, self.process.stderr):
@@ -109,7 +111,7 @@ class Service:
 
 
 def whole(service: Service, to: int) -> None:
-    """No number came twice from two processes, none was left out but where one died before it said it."""
+    """Check that no number came from two processes, and that at most one is missing for each death."""
     numbers = [number for number, _ in service.counted]
     assert numbers == sorted(set(numbers)) and numbers[-1] == to
     switches = len({pid for _, pid in service.counted}) - 1
@@ -127,7 +129,7 @@ def test_one_that_waits_takes_over_when_its_neighbour_breaks_the_domain(
             offender.fault()
             service.said("took-over", turn)
             assert service.counts() != first
-            # It is the same domain's memory all the time, and nobody else has it.
+            # The memory stays with the domain and has exactly one holder.
             (row,) = site.ask(lambda client: client.vault_list())
             assert row["name"] == "warm-service" and row["pid"] == service.counted[-1][1]
         service.process.terminate()
@@ -228,7 +230,7 @@ def test_a_program_that_is_always_killed_by_a_signal_is_left_with_that(
 def test_what_it_has_started_is_ended_with_it_whatever_its_session(
     site: Site, libraries: Libraries, tmp_path: Path
 ) -> None:
-    """A child in a session of its own, and an orphan."""
+    """Children of the program end with it, including one in its own session and an orphan."""
     pids = tmp_path / "pids"
     pids.touch()
     program = f"setsid sleep 3001 & echo $! >> {pids}; (setsid sleep 3002 & echo $! >> {pids}); sleep 3003"
@@ -264,13 +266,13 @@ def test_a_standby_that_cannot_be_executed_costs_nobody_his_turn(
         spare = int(service.said("standby")["text"].split()[1])
         script.chmod(0o644)
         os.kill(spare, signal.SIGKILL)
-        assert service.said("no-standby")["text"].startswith("nobody waits: ")
+        assert service.said("no-standby")["text"].startswith("no waiting process: ")
         assert service.counts() == first
         script.chmod(0o755)
 
 
 def paths(site: Site) -> list[str]:
-    """Of the domain that has clients."""
+    """Return the pipe paths of the domains with clients."""
     domains = (d["id"] for d in site.status()["domains"] if d["clients"])
     return [str(site.run_dir / "d" / name) for name in domains]
 
@@ -279,8 +281,9 @@ def paths(site: Site) -> list[str]:
 def test_on_two_gpus_the_next_process_is_where_the_memory_is(
     options: list[str], libraries: Libraries
 ) -> None:
-    """Whoever asks without a wish is sent to the GPU with the fewest clients: not to that one."""
-    with Site(vault__enabled="true", simulated__gpus="2") as site:
+    """The next process starts on the GPU that holds the memory, although a client without a choice gets
+    the emptiest GPU."""
+    with Site(protect='"guard"', simulated__gpus="2") as site:
         site.start()
         gpus: dict[str, list[str]] = {}
         with Service(environment(libraries, site), *options, program=[*SERVICE, "--to", "100000"]) as service:

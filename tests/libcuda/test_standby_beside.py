@@ -1,5 +1,8 @@
-"""mpsd-standby after a fault: the process there lets go of its named buffers, and the next one goes on beside
-it while it ends. As test_standby.py: a real daemon, on the stand-in driver."""
+"""mpsd-standby after a fault: the old process releases its named buffers, and the next process continues
+while the old one ends.
+
+As in test_standby.py: a real daemon on the stand-in driver.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ PATIENT = ["--json", "--patience", "60000"]
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with Site(vault__enabled="true") as started:
+    with Site(protect='"guard"') as started:
         yield started.start()
 
 
 class Deaths:
-    """What is killed under `command` lives until `allow`; at the end of the context at the latest."""
+    """Keep processes killed under `command` alive until `allow`, at most until the end of the block."""
 
     def __init__(self, path: Path) -> None:
         self._path = path / "they may die"
@@ -51,7 +54,7 @@ def holders(site: Site) -> dict[str, int]:
 
 
 def break_its_domain(site: Site, service: Service, options: list[str]) -> int:
-    """Which process counted there."""
+    """Make the domain of the service fault; return the pid of the process that counted there."""
     if not options:
         service.said("standby")
     pid = service.counts()
@@ -73,7 +76,7 @@ def test_the_next_one_goes_on_beside_one_that_has_let_go(
         until(lambda: service.counted[-1][1] != first, "another one counts")
         second = service.counts()
         assert alive(first) and holders(site) == {"count": second}
-        # To the one before its buffer is as closed, and it gets no other.
+        # In the old process the buffer appears closed, and the process cannot attach again.
         until(lambda: "closed" in service.printed, "the first one tells")
         refused, shown = ["usage", "usage", "in-use"], "<Buffer 'count' of 100 bytes at closed, persistent>"
         assert service.printed == [*(f"refused {code}" for code in refused), shown, "closed"]
@@ -88,7 +91,7 @@ def test_the_next_one_goes_on_beside_one_that_has_let_go(
         assert service.counts() == second
         service.process.terminate()
         service.end()
-    # Who is not killed may say late what it has counted before.
+    # A process that is not killed may print a number late.
     numbers = [number for number, _ in service.counted]
     assert len(set(numbers)) == len(numbers) >= max(numbers) - 1
 

@@ -1,4 +1,5 @@
-"""Several copies of the stand-in driver in one process, as on a GPU: see faultinject/reports (-failover)."""
+"""Several instances of the stand-in driver in one process, as on a GPU: see
+evidence/mechanisms-failover.md."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from faultinject.measure.failover_copy import build_helper
+from faultinject.programs.devices.driverfile import build_helper
 from tests.support.libcudas import DEADLINE_S, PATHS, PROGRAMS, Libraries, run
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
@@ -50,7 +51,8 @@ Ask = Callable[[str], str]
 
 @pytest.fixture
 def ask(libraries: Libraries, helper: Path, tmp_path: Path, domain: Domain, second: Domain) -> Iterator[Ask]:
-    """A process with copy `a` in the first domain, copy `b` in the second, and memory of both at WINDOW."""
+    """Run a process with instance `a` in the first domain, `b` in the second, and memory of both at
+    WINDOW."""
     chosen = environment(
         libraries,
         CUDA_MPS_PIPE_DIRECTORY=domain.environment["CUDA_MPS_PIPE_DIRECTORY"],
@@ -94,7 +96,7 @@ def test_a_neighbours_fault_reaches_one_copy_of_two(domain: Domain, second: Doma
     assert ask("a.code('cuEventCreate', ctypes.byref(ctypes.c_uint64()), 0)") == "700"
     assert (domain.status(), second.status()) == ("FAULT", "ACTIVE")
     assert (ask(f"b.{ADD}"), ask("b.word(WINDOW)")) == ("0", "3")
-    # The domain is there again for a new context once everybody has left it.
+    # The domain accepts a new context once every client has left it.
     assert ask(f"a.{RESET}") == "0"
     neighbour.kill()
     until(lambda: domain.status() == "ACTIVE")
@@ -126,6 +128,6 @@ def test_a_query_and_queued_work_see_a_killed_server_too(domain: Domain, ask: As
     ask("[a.run(kernel, WINDOW, 8, 1) for kernel in ('long', 'add', 'add')]")
     os.kill(domain.server(), signal.SIGKILL)
     until(lambda: ask("a.code('cuStreamQuery', 0)") == "806")
-    # Nothing of it is queued after that.
+    # No operation of the lost context is still queued.
     assert ask(f"a.{RESET}") == "0"
     assert ask("b.word(WINDOW)") == "0"

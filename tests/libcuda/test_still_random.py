@@ -1,6 +1,6 @@
-"""Random programs that read large memory for long and write it now and then, moved with such a list.
+"""Random programs that mostly read large memory and rarely write it, moved with a read list.
 
-On the stand-in driver, alone in its process. A model says what is in memory after each step.
+The stand-in driver runs alone in its process. A model says what is in memory after each step.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.support.simnode import until
 
 LARGE, SMALL = (0, 1), (2, 3)
 SIZES = (8, 6, 4, 4)
-"""Of the buffers, in MiB."""
+"""Sizes of the buffers in MiB."""
 Step = tuple[str, int, int, int]
 
 
 class Program(Alone):
-    """moving.py with four buffers of eight words that count, two of them large."""
+    """Run moving.py with four buffers, two of them large; eight words of each are compared."""
 
     def __init__(self, libraries: Libraries, extra: Mapping[str, str], post: Post, folder: Path) -> None:
         super().__init__(libraries, post, folder, "moving.py", **extra)
@@ -49,11 +49,12 @@ class Program(Alone):
         return list(ast.literal_eval(self.ask("[look(at) for at in m]")))
 
     def move(self, in_flight: Sequence[Step], lets: int) -> moving.Said:
-        """While these are: the GPU has done at most so many operations of theirs and their saves'."""
+        """Move with this work in flight, after the GPU has executed at most `lets` of its operations and
+        snapshots."""
         there = self.stand_by()
         self._gate.let(lets)
         self.do(in_flight)
-        # Each of them is one at least.
+        # Each step is at least one operation.
         until(lambda: self._gate.left() <= max(lets - len(in_flight), 0))
         return self.lose(there)
 
@@ -98,7 +99,7 @@ STEP = st.tuples(
     st.sampled_from(SMALL),
     st.integers(1, 1000),
 )
-"""What, with which large and which small buffer, and a number."""
+"""A step: the kind, a large buffer, a small buffer and a number."""
 
 
 @contextmanager
@@ -112,8 +113,8 @@ def programs_with(libraries: Libraries, **extra: str) -> Iterator[OneAtATime[Pro
 
 
 def validate(libraries: Libraries, reads: Path, *steps: Step) -> None:
-    """Into that file: what a validated run of these has seen."""
-    with programs_with(libraries, MPSD_FAILOVER_VALIDATE="1", MPSD_FAILOVER_READS=str(reads)) as programs:
+    """Write the read list of a validated run of these steps."""
+    with programs_with(libraries, MPSD_FAILOVER="validate", MPSD_FAILOVER_READS=str(reads)) as programs:
         program = programs.one()
         program.do([("put", 0, 2, 5), ("read", 0, 2, 0), *steps])
         assert "validated: " in program.end()
@@ -129,7 +130,8 @@ class Moves:
 def moves(
     request: pytest.FixtureRequest, libraries: Libraries, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Moves]:
-    """With a list that is right; or one that takes `add` for a kernel that only reads: it added 0."""
+    """Move programs with a correct list, or with a list that takes `add`, which added 0, for a reading
+    kernel."""
     reads = tmp_path_factory.mktemp("reads") / "reads"
     validate(libraries, reads, ("add", 0, 2, request.param))
     with programs_with(libraries, MPSD_FAILOVER_READS=str(reads)) as programs:
@@ -137,7 +139,7 @@ def moves(
         yield moves
         if request.param:
             assert programs.one().end() == ""
-        # With such a list it has come up, in the example below at the least: something is relied on in moves.
+        # The wrong list was detected at least once: moves do rely on the list.
         assert (moves.told == 0) == bool(request.param)
 
 
@@ -152,7 +154,7 @@ def moves(
 def test_what_is_read_is_as_without_a_fault(
     moves: Moves, steps: list[Step], last: list[Step], lets: int
 ) -> None:
-    """Or it is told that it may not be, where the list is wrong."""
+    """Reads match a run without a fault; with a wrong list, the program may be told that they might not."""
     program = moves.programs.one()
     try:
         words = program.look()

@@ -1,4 +1,5 @@
-"""What is set of a stream, and calls that only ask or leave nothing: it is carried over with them."""
+"""Stream attributes are carried over with the stream; queries and calls without lasting effect need no
+record."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ MODES = pytest.mark.parametrize(
     ids=["exact", "keep"],
 )
 
-# cuda.h: of CUlaunchAttributeID, and of CUsynchronizationPolicy.
+# cuda.h: values of CUlaunchAttributeID and CUsynchronizationPolicy.
 WINDOW, POLICY, PRIORITY, DOMAIN = 1, 3, 8, 10
 AUTO, SPIN, YIELD, BLOCK = 1, 2, 3, 4
 START = (
@@ -59,7 +60,7 @@ def test_what_is_set_of_a_stream_holds_in_the_next_copy(
     assert (
         ask("gpu.code('cuStreamCopyAttributes', t, s), gpu.code('cuStreamGetPriority', t, value)") == "(0, 0)"
     )
-    # What the driver has refused is not kept.
+    # A value that the driver refused is not kept.
     assert (
         ask(f"setting(s, {POLICY}, 77), setting(s, 2, 1), setting(at := 4096, {POLICY}, 2)") == "(1, 1, 400)"
     )
@@ -70,7 +71,7 @@ def test_what_is_set_of_a_stream_holds_in_the_next_copy(
     break_domain(domain)
     move(line, 1)
     assert ask(looked) == before
-    # And what is set there, and ended.
+    # Attributes can be set after the move, and streams destroyed.
     assert ask(f"setting(t, {POLICY}, {BLOCK}), gpu.code('cuStreamCopyAttributes', s, 0)") == "(0, 0)"
     after = ask(looked)
     assert after == f"[([{AUTO}], False, [1]), ([{BLOCK}], True, [0]), ([{AUTO}], False, [1])]"
@@ -143,7 +144,7 @@ print(json.dumps(codes))
 
 
 def test_what_only_asks_is_given_no_handle_to_keep() -> None:
-    """Handles that it answered with would be those of one copy."""
+    """No pass-through query returns a handle, since that would be a driver handle of one instance."""
     functions = read_plan(FOLDER, read_functions(find_include())).functions
     asks = [one.function for one in read_carried(FOLDER / "carry.toml", functions) if one.does == "ask"]
     kinds = (

@@ -1,4 +1,4 @@
-"""What is read of images of code, of whole ones and of broken ones."""
+"""The reader of code images finds the symbols of complete images and rejects broken ones."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 from libcuda_build.compile import FOLDER
 from tests.libcuda.test_validate import DECLARED
 from tests.support.images import ELF, LZ4, PTX, ZSTD, elf, fatbin, part
-from tests.support.libcudas import DEADLINE_S, PROGRAMS, run
+from tests.support.libcudas import PROGRAMS, run
+from tests.support.waiting import BUILD_S
 
-PROGRAM_S = 120
+pytestmark = pytest.mark.timeout(BUILD_S)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Werror", f"-I{FOLDER / 'src'}"]
     command += ["-fsanitize=address,undefined", "-fno-sanitize-recover", "-o", str(made)]
     command += [str(PROGRAMS / "symbols.c"), str(FOLDER / "src/exact/symbols.c"), "-ldl"]
-    subprocess.run(command, check=True, timeout=DEADLINE_S)
+    subprocess.run(command, check=True, timeout=BUILD_S)
     return made
 
 
@@ -33,14 +34,13 @@ def read(program: Path, folder: Path, images: Sequence[bytes]) -> list[str]:
         path = folder / str(number)
         path.write_bytes(image)
         names.append(str(path))
-    # A broken size may be one of a gigabyte, which is not to be had then.
+    # A corrupt size may ask for a gigabyte, which the allocator must refuse.
     environment = {**os.environ, "ASAN_OPTIONS": "allocator_may_return_null=1:max_allocation_size_mb=64"}
     done = run([str(program), *names], environment)
     assert done.returncode == 0, done.stderr
     return [line.strip() for line in done.stdout.splitlines()]
 
 
-@pytest.mark.timeout(PROGRAM_S)
 def test_nothing_in_an_image_is_believed(program: Path, tmp_path: Path) -> None:
     plain = elf(["counter", "$str", "__unnamed_1", "other"], undefined=["vprintf"])
     managed = (
@@ -61,7 +61,6 @@ def test_nothing_in_an_image_is_believed(program: Path, tmp_path: Path) -> None:
     assert read(program, tmp_path, list(images)) == list(images.values())
 
 
-@pytest.mark.timeout(PROGRAM_S)
 @pytest.mark.parametrize("how", [ZSTD, LZ4], ids=["zstd", "lz4"])
 def test_what_is_packed_is_unpacked(program: Path, tmp_path: Path, how: int) -> None:
     try:

@@ -1,4 +1,4 @@
-"""What is saved before it is written: all that may be, whatever of it was saved before."""
+"""Snapshots before writes cover all memory that may be written, whatever part was saved before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_a_part_that_is_saved_does_not_stand_for_all(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path,
     first: str, made: str, lets: int,
 ) -> None:  # fmt: skip
-    """Its first page is written by something small before a kernel writes more, in one epoch."""
+    """A saved first page does not count as the whole buffer when a kernel writes more of it in the same
+    epoch."""
     line = post.greet(moving.EXACT)
     ask(PLAIN)
     ask(made)
@@ -48,7 +49,7 @@ def test_a_part_that_is_saved_does_not_stand_for_all(
     gate.let(0)
     ask.tell(f"{FIRSTS[first]}, gpu.run('add', w, 8, 1)")
     gate.let(lets)
-    # All are six, or five: where the other lane's save has ended by then the kernel need not wait for it.
+    # Six operations, or five: a finished snapshot of the other per-stream log needs no wait.
     until(lambda: gate.left() <= max(0, lets - 5))
     break_domain(domain)
     assert move_exactly(line).text == ""
@@ -64,7 +65,8 @@ def test_what_is_saved_together_comes_back(
     domain: Domain, gate: Gate, second: Domain, third: Domain, post: Post, ask: Program, copies: Path,
     captures: bool, lets: int,
 ) -> None:  # fmt: skip
-    """More allocations than one kernel saves: by copies while nothing may be loaded; in the next copy too."""
+    """More buffers than one kernel saves are restored, here and in the next instance; by copies where no
+    kernel can be loaded."""
     line = post.greet(moving.EXACT)
     ask("many = [gpu.memory(2 << 20) for _ in range(20)]; s = gpu.made('cuStreamCreate', 1)")
     ask("writes = lambda: {gpu.run('add', m, 8, 1) for m in many}; g = ctypes.c_uint64()")
@@ -72,7 +74,7 @@ def test_what_is_saved_together_comes_back(
     stand_by(line, second, copies)
     if captures:
         assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2)") == "0"
-    # What is usual is learned, and saved at once from then on.
+    # The proxy learns which buffers are usually written and saves them at once from then on.
     ask("wait = lambda: gpu.code('cuStreamSynchronize', 0)")
     assert ask("writes(), wait(), writes(), wait()") == "({0}, 0, {0}, 0)"
     gate.let(0)
@@ -95,7 +97,7 @@ def test_what_is_saved_together_comes_back(
 
 FULL = {
     "MPSD_FAILOVER": "exact",
-    "MPSD_FAILOVER_UNDO_MIB": "256",
+    "snapshot_mib": "256",
     "MPSD_STANDIN_MEMORY": str(256 << 20),
 }
 
@@ -104,7 +106,8 @@ FULL = {
 def test_what_was_freed_in_a_capture_is_not_taken_away_from_what_is_about_to_be_saved(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """The memory is full, so the room for what is saved is to come from there: before, or not at all."""
+    """Memory freed in a capture is released for the snapshot buffer before the snapshot begins, or not at
+    all, when memory is full."""
     line = post.greet(moving.EXACT)
     ask("x = gpu.memory(8 << 20); y = gpu.memory(8 << 20); z = gpu.made('cuMemAlloc_v2', 60 << 20)")
     ask("g = ctypes.c_uint64()")
@@ -124,7 +127,7 @@ def test_what_was_freed_in_a_capture_is_not_taken_away_from_what_is_about_to_be_
     )
 
 
-# A kernel that was given what its function may not have any more, when it is done again.
+# A kernel launched with more shared memory than its function is allowed at the time of replay.
 LARGE = (
     "shared = lambda bytes: gpu.code('cuFuncSetAttribute', gpu.functions['slow'], 8, bytes); "
     "large = lambda: gpu.run('slow', m, 8, 1, shared=65536)"
@@ -135,9 +138,10 @@ LARGE = (
 def test_what_cannot_be_done_again_leaves_memory_as_it_was(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """What is put back goes on where the rest is given up, and what is saved next waits for that."""
+    """Work that cannot be replayed leaves memory restored: restoring continues, and the next snapshot
+    waits for it."""
     line = post.greet(moving.EXACT)
-    # Too large to be usual, so each is saved for who is given it.
+    # The buffers are too large to be saved at once, so each is saved for its own kernel.
     ask(f"w, *many = (gpu.memory(66 << 20) for _ in range(4)); m = many[0]; {LARGE}")
     assert ask(f"gpu.run('fill', w, {64 << 18}, 7), shared(65536), gpu.sync()") == "(0, 0, 0)"
     stand_by(line, second, copies)
@@ -147,18 +151,19 @@ def test_what_cannot_be_done_again_leaves_memory_as_it_was(
     gate.let(2)
     until(lambda: gate.left() == 0)
     break_domain(domain)
-    assert move_exactly(line).text == "it cannot be done again"
-    # It is told when it waits next.
+    assert move_exactly(line).text == "the work cannot be replayed"
+    # The program is told at its next wait.
     assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.sync()") == "(0, 719, 0)"
     assert ask("[gpu.word(w + (i << 20)) for i in range(64)]") == str([8] + [7] * 63)
-    assert "it cannot be done again" in ask.end()
+    assert "the work cannot be replayed" in ask.end()
 
 
 @EXACT
 def test_what_is_not_put_back_when_the_next_context_is_lost_is_put_back_in_that_after_it(
     domain: Domain, gate: Gate, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """Where the rest was given up, too."""
+    """Data not yet restored when the next context is lost too is restored in the context after it, even if
+    the replay was abandoned."""
     line = post.greet(moving.EXACT)
     ask(f"w, m = gpu.memory(8 << 20), gpu.memory(8 << 20); {LARGE}")
     assert ask("gpu.run('add', w, 8, 7), shared(65536), gpu.sync()") == "(0, 0, 0)"
@@ -172,12 +177,12 @@ def test_what_is_not_put_back_when_the_next_context_is_lost_is_put_back_in_that_
         assert ask("large(), shared(0)") == "(0, 0)"
         there.let(0)
         break_domain(domain)
-        assert move_exactly(line).text == "it cannot be done again"
+        assert move_exactly(line).text == "the work cannot be replayed"
         stand_by(line, third, copies, 2)
         break_domain(second)
         assert move_exactly(line, 2).text == ""
         assert ask("gpu.sync(), gpu.sync(), gpu.word(w), gpu.word(m)") == "(719, 0, 7, 0)"
-    assert "it cannot be done again" in ask.end()
+    assert "the work cannot be replayed" in ask.end()
 
 
 SEVERAL = 20
@@ -199,7 +204,7 @@ def test_memory_is_put_back_by_few_kernels_or_by_copies(
     extra |= {"MPSD_STANDIN_REFUSES_SAVES": there} if refuses else {}
     with started(libraries, domain, post, **extra) as ask:
         line = post.greet(moving.EXACT)
-        # The last one lies in two chunks; a save of so much of one is the driver's copy.
+        # The last buffer spans two chunks; the driver copies a part of that size.
         ask(f"several = [gpu.memory(2 << 20) for _ in range({SEVERAL - 1})]; gpu.sync()")
         assert ask("several.append(gpu.memory(70 << 20))") == "None"
         add = "{gpu.run('add', m, 8, 1) for m in several}"

@@ -1,4 +1,5 @@
-"""What is mostly written after a wait is saved at once, with what is written first: by what that is."""
+"""Buffers that are usually written after a wait are saved together at the first write, by the kind of
+work."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ STEP = "{gpu.run('add', m, 8, 1) for m in many}"
 LOOK = "{gpu.run('fill', one, 8, 3)}"
 AFTER_LOOKING = "{gpu.run('fill', one, 8, 3), *(gpu.run('add', m, 8, 1) for m in many)}"
 KINDS = 80
-"""More than are told apart at a time."""
+"""More kinds of work than the proxy distinguishes at a time."""
 GRAPH = """graph = lambda m: (gpu.code('cuStreamBeginCapture_v2', s, 2), gpu.run('add', m, 8, 1, stream=s),
   gpu.code('cuStreamEndCapture', s, ctypes.byref(g)), gpu.made('cuGraphInstantiateWithFlags', g.value, 0))[3]
 """.replace("\n", " ")
 FIRST = 2
-"""What the GPU is given with the first kernel: what is saved, and the kernel."""
+"""Operations that the GPU gets with the first kernel: the snapshot and the kernel."""
 
 
 def begun(post: Post, ask: Program, second: Domain, copies: Path) -> Line:
@@ -40,7 +41,8 @@ def begun(post: Post, ask: Program, second: Domain, copies: Path) -> Line:
 
 
 def saved(last: str, ask: Program, line: Line, domain: Domain, gate: Gate) -> int:
-    """Bytes that are put back when this is in flight, and what it writes first has been saved and written."""
+    """Lose the context with this work in flight after its first write and snapshot; return the number of
+    restored bytes."""
     gate.let(0)
     assert ask(last) == "{0}"
     gate.let(FIRST)
@@ -61,7 +63,8 @@ def test_each_kind_of_work_saves_what_it_is_about_to_write_at_once(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path,
     last: str, mib: int, sums: int,
 ) -> None:  # fmt: skip
-    """A program takes its steps, and between them looks whether to go on."""
+    """Each kind of work, a step or a check between steps, saves at once the buffers that it is about to
+    write."""
     line = begun(post, ask, second, copies)
     for _ in range(2):
         assert ask(f"{STEP}, wait(), {LOOK}, wait()") == "({0}, 0, {0}, 0)"

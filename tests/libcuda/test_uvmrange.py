@@ -1,4 +1,4 @@
-"""How a range is laid on a real kernel, over devices that stand for the driver's: no driver, no GPU."""
+"""Ranges mapped on a real kernel over character devices that imitate the driver's, without driver and GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support.libcudas import run, standalone
 
 NULL, ZERO = os.makedev(1, 3), os.makedev(1, 5)
-"""The one cannot be mapped, the other takes any address as its offset."""
+"""/dev/null refuses a mapping; /dev/zero accepts any address as offset."""
 
 
 def device(path: Path, number: int) -> None:

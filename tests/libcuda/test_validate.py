@@ -1,4 +1,4 @@
-"""MPSD_FAILOVER_VALIDATE=1 names what writes where nothing is saved, and nothing else."""
+"""MPSD_FAILOVER=validate names operations that write memory without a snapshot, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from tests.support.simnode import Domain
 
 __all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "third"]
 
-VALIDATED = pytest.mark.parametrize(
-    "ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1"}], indirect=True
-)
+VALIDATED = pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "validate"}], indirect=True)
 DECLARED = (
     b".version 8.0\n.visible .global .align 4 .u32 counter;\n.global .align 1 .b8 $str[4] = {37, 100};\n"
 )
 
 
 def found(said: str) -> tuple[int, int, int]:
-    """Pages written where no parameter leads, writes of variables, operations that were not looked at."""
+    """Return counts: pages written outside all parameters, writes to variables, operations that were not
+    checked."""
     numbers = [int(word) for word in said.rsplit("validated: ", 1)[1].split() if word.isdigit()]
     operations, strays, variables, unsure, unread = numbers
     assert (operations > 0, unread) == (True, 0)
@@ -37,7 +36,7 @@ def found(said: str) -> tuple[int, int, int]:
 
 
 def load(ask: Program, image: bytes) -> None:
-    """A module with `count` and `add`."""
+    """Load a module with `count` and `add`."""
     ask(f"module = gpu.made('cuModuleLoadData', {image!r})")
     ask("gpu.functions['count'] = gpu.made('cuModuleGetFunction', module, b'count')")
 
@@ -47,7 +46,7 @@ def run_count(ask: Program) -> str:
 
 
 FOLLOW = "gpu.code('cuLaunchKernel', gpu.functions['follow'], 1, 1, 1, 1, 1, 1, 0, 0, given, None)"
-"""It writes 7 into `other`, whose address is in `m`."""
+"""Write 7 to the address that `m` holds: the address of `other`."""
 
 
 def prepare_follow(ask: Program) -> None:
@@ -63,13 +62,28 @@ def prepare_follow(ask: Program) -> None:
 def test_what_writes_where_its_parameters_do_not_lead_is_named(post: Post, ask: Program) -> None:
     post.greet(moving.EXACT)
     prepare_follow(ask)
-    # Of the other memory no operation has ever saved anything.
+    # No operation has ever saved the other memory.
     assert ask("gpu.run('add', m + 64, 8, 1), gpu.sync()") == "(0, 0)"
     assert ask(f"{FOLLOW}, gpu.sync(), gpu.word(other)") == "(0, 0, 7)"
     said = ask.end().splitlines()
-    assert "follow writes at 0x" in said[0] and "where its parameters do not lead" in said[0]
+    assert "follow writes at 0x" in said[0] and "which its parameters do not reach" in said[0]
     assert found(said[1]) == (1, 0, 0)
-    assert said[2].endswith(": MPSD_FAILOVER_UNSURE=follow") and len(said) == 3
+    assert said[2].endswith(": MPSD_FAILOVER_KERNELS=unsure:follow") and len(said) == 3
+
+
+@VALIDATED
+def test_a_long_list_of_kernels_is_printed_whole(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    names = [f"{number:02}{'k' * 58}" for number in range(20)]
+    image = "standin module\n" + "".join(f"kernel {name} follow 0\n" for name in names)
+    prepare_follow(ask)
+    ask(f"module = gpu.made('cuModuleLoadData', {image.encode()!r})")
+    assert ask("gpu.run('add', m + 64, 8, 1), gpu.sync()") == "(0, 0)"
+    for name in names:
+        ask(f"gpu.functions['follow'] = gpu.made('cuModuleGetFunction', module, {name.encode()!r})")
+        assert ask(f"{FOLLOW}, gpu.sync(), gpu.put(other, 0)") == "(0, 0, 0)"
+    listed = ask.end().splitlines()[-1].partition("MPSD_FAILOVER_KERNELS=")[2]
+    assert listed == ",".join(f"unsure:{name}" for name in names)
 
 
 @VALIDATED
@@ -100,7 +114,9 @@ def test_validation_goes_on_after_a_move(
     assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 6)"
     assert run_count(ask) == "0"
     said_by_it = ask.end().splitlines()
-    assert said_by_it[0].endswith("count writes a variable of its module, counter, which is not carried over")
+    assert said_by_it[0].endswith(
+        "count writes the module variable counter, which fail-over does not preserve"
+    )
     assert found(said_by_it[1]) == (0, 1, 0)
 
 
@@ -136,12 +152,12 @@ def test_a_kernel_that_writes_a_variable_of_its_module_is_named(post: Post, ask:
     assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
     assert (run_count(ask), run_count(ask)) == ("0", "0")
     said = ask.end().splitlines()
-    assert said[0].endswith("count writes a variable of its module, counter, which is not carried over")
+    assert said[0].endswith("count writes the module variable counter, which fail-over does not preserve")
     assert found(said[1]) == (0, 2, 0)
-    assert said[2].endswith(": MPSD_FAILOVER_OPAQUE=count") and len(said) == 3
+    assert said[2].endswith(": MPSD_FAILOVER_KERNELS=opaque:count") and len(said) == 3
 
 
-NAMED = {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_UNSURE": "none,follow,", "MPSD_FAILOVER_OPAQUE": "count"}
+NAMED = {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_KERNELS": "unsure:none,unsure:follow,,opaque:count,"}
 
 
 @pytest.mark.parametrize("ask", [NAMED], indirect=True)
@@ -154,7 +170,7 @@ def test_who_is_named_to_it_is_not_done_again_silently(
     gate.let(0)
     assert ask(f"gpu.run('add', m, 8, 1), {FOLLOW}") == "(0, 0)"
     break_domain(domain)
-    why = "a kernel that writes where its parameters do not lead: follow"
+    why = "a kernel that writes memory not reachable from its parameters: follow"
     assert move(line).text == why
     assert ask("gpu.sync(), gpu.sync()") == "(719, 0)"
     assert why in ask.end()
@@ -165,7 +181,7 @@ def test_who_keeps_something_in_a_variable_is_not_carried_over(post: Post, ask: 
     line = post.greet(moving.EXACT)
     load(ask, elf(["counter"]))
     assert run_count(ask) == "0"
-    assert line.hear(moving.OPAQUE).text == "a kernel that writes a variable of its module: count"
+    assert line.hear(moving.OPAQUE).text == "a kernel that writes a module variable: count"
 
 
 @VALIDATED
@@ -180,7 +196,7 @@ def test_a_graph_with_such_a_kernel_is_named(post: Post, ask: Program) -> None:
         ask("gpu.code('cuGraphLaunch', whole, stream), gpu.code('cuStreamSynchronize', stream)") == "(0, 0)"
     )
     said = ask.end().splitlines()
-    assert said[0].endswith("a graph writes a variable of its module, counter, which is not carried over")
+    assert said[0].endswith("a graph writes the module variable counter, which fail-over does not preserve")
     assert found(said[1]) == (0, 1, 0)
 
 
@@ -202,9 +218,9 @@ def test_what_the_host_puts_into_a_variable_is_no_kernels_write(post: Post, ask:
 @pytest.mark.parametrize(
     ("image", "words"),
     [
-        (elf(["counter"], undefined=["malloc", "vprintf"]), "some code uses the device's own heap"),
-        (fatbin(part(ELF, 120, elf(["counter"]))), "the variables of some code are not looked at"),
-        (fatbin(part(ELF, 90, b"\x7fELF of no kind")), "the variables of some code are not looked at"),
+        (elf(["counter"], undefined=["malloc", "vprintf"]), "a code image uses the device heap"),
+        (fatbin(part(ELF, 120, elf(["counter"]))), "module variables of a code image are not checked"),
+        (fatbin(part(ELF, 90, b"\x7fELF of no kind")), "module variables of a code image are not checked"),
     ],
     ids=["heap", "for no GPU that is here", "broken"],
 )
@@ -220,7 +236,7 @@ def test_what_cannot_be_looked_at_is_told(post: Post, ask: Program, image: bytes
 def test_the_kernels_are_ptx(tmp_path: Path, name: str) -> None:
     source = Path(__file__).resolve().parents[2] / f"clients/libcuda/src/exact/{name}.c"
     lines = [line.strip() for line in source.read_text().splitlines() if line.strip().startswith('"')]
-    # Its literals have no other escapes than those of Python.
+    # The C literals use only escapes that Python shares.
     (tmp_path / "code.ptx").write_text("".join(ast.literal_eval(line.rstrip(";")) for line in lines))
     for arch in ("sm_80", "sm_90", "sm_100"):
         done = subprocess.run(
@@ -263,14 +279,14 @@ def test_code_of_the_compiler_is_read(post: Post, ask: Program, tmp_path: Path) 
         load(ask, with_text(image))
         assert run_count(ask) == "0"
     said = ask.end().splitlines()
-    # A kernel is told once.
-    assert said[0].endswith("counter, which is not carried over")
+    # A kernel is named once.
+    assert said[0].endswith("the module variable counter, which fail-over does not preserve")
     assert found(said[-2]) == (0, len(ways), 0)
-    assert said[-1].endswith(": MPSD_FAILOVER_OPAQUE=count")
+    assert said[-1].endswith(": MPSD_FAILOVER_KERNELS=opaque:count")
 
 
 def with_text(image: bytes) -> bytes:
-    """What the compiler wrote, with the text for the stand-in driver."""
+    """Add the stand-in driver's text to the compiler's image."""
     if image.startswith(b"\x7fELF"):
         return fatbin(part(ELF, 80, image))
     if image.startswith(b"\x50\xed\x55\xba"):
@@ -280,21 +296,64 @@ def with_text(image: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("ask", "why"),
-    [
-        ({"MPSD_FAILOVER": "keep", "MPSD_FAILOVER_VALIDATE": "1"}, "MPSD_FAILOVER asks for less than exact"),
-        ({"MPSD_FAILOVER": "off", "MPSD_FAILOVER_VALIDATE": "1"}, "MPSD_FAILOVER asks for less than exact"),
-        (
-            {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "yes"},
-            "MPSD_FAILOVER_VALIDATE is neither 0 nor 1",
-        ),
-        ({"MPSD_FAILOVER_SOCKET": "", "MPSD_FAILOVER_VALIDATE": "1"}, "the daemon offers no fail-over"),
-    ],
-    indirect=["ask"],
+    "ask", [{"MPSD_FAILOVER_SOCKET": "", "MPSD_FAILOVER": "validate"}], indirect=True, ids=["no socket"]
 )
-def test_silence_is_no_result(ask: Program, why: str) -> None:
+def test_silence_is_no_result(ask: Program) -> None:
     assert ask("gpu.sync()") == "0"
-    assert f": nothing is validated: {why}" in ask.end()
+    assert ": validation disabled: the daemon offers no fail-over" in ask.end()
+
+
+@pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "yes"}], indirect=True)
+def test_an_unknown_mode_is_reported(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    assert "MPSD_FAILOVER=yes is not one of off, keep, exact, validate: using exact" in ask.end()
+
+
+@pytest.mark.parametrize(
+    "ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_KERNELS": "follow,opaque:count"}], indirect=True
+)
+def test_a_kernel_without_a_kind_is_reported(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    said = ask.end()
+    assert "MPSD_FAILOVER_KERNELS: follow is ignored: write unsure:KERNEL or opaque:KERNEL" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "ask", [{"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_VALIDATE": "1"}], indirect=True, ids=["previous"]
+)
+def test_the_variable_of_the_previous_release_validates(post: Post, ask: Program) -> None:
+    post.greet(moving.EXACT)
+    first, last = ask.end().splitlines()
+    assert first.endswith(
+        "MPSD_FAILOVER_VALIDATE is deprecated and the next release ignores it; "
+        "set MPSD_FAILOVER=validate instead"
+    )
+    assert "validated: 0 operations" in last
+
+
+@pytest.mark.parametrize(
+    "ask", [{"MPSD_FAILOVER": "keep", "MPSD_FAILOVER_VALIDATE": "1"}], indirect=True, ids=["less"]
+)
+def test_less_than_exact_does_not_validate(post: Post, ask: Program) -> None:
+    post.greet()
+    assert "validated" not in ask.end()
+
+
+PREVIOUS = {"MPSD_FAILOVER": "exact", "MPSD_FAILOVER_UNSURE": "follow", "MPSD_FAILOVER_OPAQUE": "none"}
+
+
+@pytest.mark.parametrize("ask", [PREVIOUS], indirect=True, ids=["previous"])
+def test_lists_of_the_previous_release_are_read(post: Post, ask: Program) -> None:
+    line = post.greet(moving.EXACT)
+    prepare_follow(ask)
+    assert ask(f"{FOLLOW}, gpu.sync()") == "(0, 0)"
+    assert line.why_unsure() == "a kernel that writes memory not reachable from its parameters: follow"
+    said = ask.end().splitlines()
+    assert [line.rpartition("; ")[2] for line in said] == [
+        "set MPSD_FAILOVER_KERNELS=unsure:KERNEL instead",
+        "set MPSD_FAILOVER_KERNELS=opaque:KERNEL instead",
+    ]
 
 
 @VALIDATED
@@ -305,8 +364,8 @@ def test_it_is_told_where_validation_ends_before_the_program(post: Post, ask: Pr
     ask("gpu.code('cuIpcCloseMemHandle', 0)")
     assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
     first, last = ask.end().splitlines()
-    assert first.endswith("validation ends here: cuIpcCloseMemHandle")
-    assert "validated until it ended early: " in last
+    assert first.endswith("validation stopped: cuIpcCloseMemHandle")
+    assert "validated until validation stopped: " in last
 
 
 @VALIDATED
@@ -319,7 +378,8 @@ def test_a_program_that_does_nothing_is_told_that_nothing_was_looked_at(post: Po
 def test_a_lost_context_does_not_end_it(
     domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """Whoever is at work when that comes: what is lost is moved, and looked at anew."""
+    """Validation continues after lost contexts, whatever work is in progress: it is moved and checked
+    again."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(4 << 20); later = Later(gpu)")
     for generation, (lost, to) in enumerate(((domain, second), (second, third)), 1):

@@ -1,4 +1,4 @@
-"""Variables of modules in a move: each copy of the driver has them at addresses of its own."""
+"""Module variables in a move: each driver instance has them at its own addresses."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_what_the_host_has_put_there_comes_along(
     ask("m = gpu.memory(8 << 20); table = gpu.variable('table')")
     assert ask("gpu.put(table, 1, 2, 3, 4)") == "0"
     stand_by(line, second, copies)
-    # Into the standby's too, and over a part of what was there.
+    # Write to the standby's variable too, over a part of the data.
     assert ask("[gpu.put(table + 4, 7), gpu.sync()]") == "[0, 0]"
     for home, away, generation in ((domain, third, 1), (second, None, 2)):
         break_domain(home)
         said = line.move(generation, again=1)
         assert (said.kind, said.text) == (moving.MOVED, ""), said
-        # By the name that it has had from the beginning.
+        # The variable keeps its first virtual address.
         assert ask("gpu.variable('table') == table") == "True"
         if away:
             stand_by(line, away, copies, 2)
@@ -67,7 +67,7 @@ def test_who_reads_one_back_does_not_come_along(
         ask("list(out) if list(out) != [0] * 4 else [gpu.word(m + 4 * i) for i in range(4)]")
         == "[1, 2, 3, 4]"
     )
-    assert line.hear(moving.OPAQUE).text == "a copy from a module's variable"
+    assert line.hear(moving.OPAQUE).text == "a copy from a module variable"
 
 
 @MODES
@@ -75,7 +75,8 @@ def test_who_reads_one_back_does_not_come_along(
 def test_after_a_move_it_is_not_read_back(
     mode: int, copy: str, domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """What kernels had put there was lost; in a module that was loaded since, nothing was."""
+    """After a move, the first read of a variable fails, since kernels' writes to it were lost; a module
+    loaded since lost nothing."""
     line = post.greet(mode)
     ask("m = gpu.memory(8 << 20); table = gpu.variable('table'); import ctypes")
     ask("at = ctypes.addressof(ctypes.create_string_buffer(16)); gpu.sync()")
@@ -86,16 +87,16 @@ def test_after_a_move_it_is_not_read_back(
     assert ask("gpu.put(table, 7), gpu.peek(table, 1)") == "(0, [7])"
     ask("gpu.module = gpu.made('cuModuleLoadData', IMAGE); late = gpu.variable('table')")
     assert ask("gpu.put(late, 5), gpu.word(late)") == "(0, 5)"
-    assert "lost in a move" in ask.end()
+    assert "lost in a fail-over" in ask.end()
 
 
 @MODES
 @pytest.mark.parametrize(
     ("does", "why"),
     [
-        ("gpu.code('cuMemsetD8_v2', table, 1, 4)", "a copy into a module's variable"),
-        ("gpu.code('cuMemcpyDtoD_v2', table + 8, m, 4)", "a copy into a module's variable"),
-        ("gpu.put(table + 12, 1, 2)", "a copy into a module's variable"),
+        ("gpu.code('cuMemsetD8_v2', table, 1, 4)", "a copy into a module variable"),
+        ("gpu.code('cuMemcpyDtoD_v2', table + 8, m, 4)", "a copy into a module variable"),
+        ("gpu.put(table + 12, 1, 2)", "a copy into a module variable"),
     ],
 )
 def test_what_else_is_put_there_does_not(
@@ -109,7 +110,7 @@ def test_what_else_is_put_there_does_not(
 
 
 def test_a_kernel_that_is_given_one_may_write_there(post: Post, ask: Program) -> None:
-    """Before a move mode `keep` does not look at what kernels are given."""
+    """Before a move, mode `keep` does not inspect kernels' parameters for variables."""
     line = post.greet()
     ask("m = gpu.memory(8 << 20); table = gpu.variable('table')")
     assert (
@@ -122,13 +123,14 @@ def test_a_kernel_that_is_given_one_may_write_there(post: Post, ask: Program) ->
 @pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
 @pytest.mark.parametrize("before", [0, 3])
 def test_in_exact_it_is_seen(post: Post, ask: Program, before: int) -> None:
-    """Of a kernel that is known, too, and is launched with nothing else to be done first."""
+    """A variable passed to a kernel is noticed in mode `exact`, even for a known kernel with all buffers
+    saved."""
     line = post.greet(moving.EXACT)
     ask("m = gpu.memory(8 << 20); table = gpu.variable('table')")
     assert ask(f"[gpu.run('add', m, 2, 1) for _ in range({before})]") == str([0] * before)
     assert line.is_silent()
     assert ask("[gpu.run('add', table + 4, 2, 1), gpu.sync(), gpu.word(table + 4)]") == "[0, 0, 1]"
-    assert line.hear(moving.OPAQUE).text == "a kernel that is given a module's variable"
+    assert line.hear(moving.OPAQUE).text == "a kernel with a module variable as parameter"
 
 
 OTHER = r"b'standin module\nkernel all add_to_all 0\nglobal own 16\n'"
@@ -145,7 +147,8 @@ def give(address):
 def test_what_is_left_in_a_large_parameter_is_no_other_modules_variable(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """Of the kernel's own module it may be one. Given by itself any is seen (above)."""
+    """Left-over bytes in a large parameter are no variable of another module; they may be one of the
+    kernel's own module."""
     line = post.greet(moving.EXACT)
     assert ask(f"exec({LARGE!r}, globals())") == "None"
     ask("m = gpu.memory(8 << 20); table = gpu.variable('table')")
@@ -158,7 +161,7 @@ def test_what_is_left_in_a_large_parameter_is_no_other_modules_variable(
     assert move_exactly(line).text == ""
     assert ask("[gpu.sync(), gpu.word(m)]") == "[0, 3]"
     assert ask("[give(own + 4), gpu.sync()]") == "[0, 0]"
-    assert line.hear(moving.OPAQUE).text == "a kernel that is given a module's variable"
+    assert line.hear(moving.OPAQUE).text == "a kernel with a module variable as parameter"
 
 
 @pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
@@ -186,4 +189,4 @@ def test_after_a_move_a_kernel_finds_it(
     break_domain(domain)
     assert line.move(1).kind == moving.MOVED
     assert ask("[gpu.run('add', table, 1, 1), gpu.sync(), gpu.peek(table, 1)]") == "[0, 0, [6]]"
-    assert line.hear(moving.OPAQUE).text == "a kernel that is given a module's variable"
+    assert line.hear(moving.OPAQUE).text == "a kernel with a module variable as parameter"

@@ -1,5 +1,8 @@
-"""Memory that outlives its program: a program under mpsd-run, a real daemon, and whoever comes back.
-On the stand-in driver, whose memory is memfds."""
+"""Memory that outlives its program: a program under mpsd-run, a real daemon, and a process that claims the
+memory.
+
+The stand-in driver's memory is memfds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ import pytest
 
 import mpsd_client
 from mpsd.core.vault import Limits, Quota
-from mpsd.vault.wire import Status
+from mpsd.vault.messages import Status
 from mpsd_libcuda.stats import Stats, read_stats
 from tests.support.libcudas import DEADLINE_S, MPSD_RUN, ROOT, Libraries
 from tests.support.obeying import Obeys
@@ -30,7 +33,7 @@ MIB = 1 << 20
 LIMITS = Limits(Quota(1 << 40, 64), Quota(1 << 40, 128), Quota(1 << 40, 16), 256, 3600.0)
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
 
-# Allocates, writes a pattern that depends on the place, then does as it is told.
+# Allocate, write a pattern that depends on the place, then obey commands.
 PROGRAM = """
 import ctypes, os, resource, sys
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -57,7 +60,7 @@ for line in sys.stdin:
 
 
 class Program(Obeys):
-    """Ended at the end of its test at the latest."""
+    """Run a program that ends with its test at the latest."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -100,7 +103,7 @@ def _programs() -> Iterator[None]:
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with Site(vault__enabled="true") as started:
+    with Site(protect='"guard"') as started:
         yield started.start()
 
 
@@ -134,7 +137,7 @@ def listed(site: Site) -> list[dict[str, Any]]:
 
 
 def claimed(path: Path) -> bytes:
-    """What a process of the same owner finds under the name, piece after piece."""
+    """Return the content that a process of the same owner claims under the name, segment by segment."""
     content = b""
     with VaultClient(path) as client:
         count, index = 1, 0
@@ -162,8 +165,10 @@ def test_a_killed_program_s_memory_is_found_again_with_every_byte(site: Site, li
         lambda s: [(c["proxied"], c["vault_bytes"]) for c in s["clients"]] == [(True, 8 * MIB)],
         "status shows what the vault holds",
     )
+    guarded = {"level": "guard", "why": "", "cost_bytes": 0}
+    site.until(lambda s: [c["protected"] for c in s["clients"]] == [guarded], "the client is guarded")
     plan = ctl(site, "vault", "keep", str(program.pid), "model", "--dry-run")
-    assert plan.stdout == f"would keep 2 pieces, 8 MiB of process {program.pid} as model\n"
+    assert plan.stdout == f"would keep 2 segments, 8 MiB of process {program.pid} under the name model\n"
     assert [row["name"] for row in listed(site)] == [None, None]
     done = ctl(site, "vault", "keep", str(program.pid), "model")
     assert (done.returncode, done.stderr) == (0, "")
@@ -173,8 +178,8 @@ def test_a_killed_program_s_memory_is_found_again_with_every_byte(site: Site, li
         ("model", 6 * MIB, 0),
         ("model", 2 * MIB, 0),
     ]
-    assert "the vault keeps 2 pieces, 8 MiB, of the dead" in ctl(site, "status").stdout
-    # Once more with another daemon.
+    assert "vault: 2 segments, 8 MiB kept from exited clients" in ctl(site, "status").stdout
+    # Repeat that with another daemon.
     site.kill()
     site.start()
     content = claimed(door)
@@ -186,15 +191,15 @@ def test_a_killed_program_s_memory_is_found_again_with_every_byte(site: Site, li
             stranger = VaultClient(door)
         with stranger:
             assert stranger.claim("model")[0].status == Status.DENIED
-    assert ctl(site, "vault", "free", "model").stdout == "free 2 pieces, 8 MiB\n"
+    assert ctl(site, "vault", "free", "model").stdout == "freed 2 segments, 8 MiB\n"
     assert listed(site) == []
     again = ctl(site, "vault", "free", "model")
-    assert again.returncode == 1 and "holds nothing" in again.stderr
-    assert ctl(site, "vault", "list").stdout == "the vault holds nothing that you may see\n"
+    assert again.returncode == 1 and "holds no segment of yours" in again.stderr
+    assert ctl(site, "vault", "list").stdout == "the vault holds no segment that you may see\n"
 
 
 def test_who_wants_more_kept_than_is_ever_kept_is_told(libraries: Libraries) -> None:
-    with Site(vault__enabled="true", vault__kept_bytes=str(4 * MIB)) as small:
+    with Site(protect='"guard"', vault__kept_bytes=str(4 * MIB)) as small:
         program = Program(MPSD_RUN, environment(small.start(), libraries))
         program.do("alloc(3 * (1 << 20))")
         until(lambda: program.stats().vault_taken == 1, "it is in the vault")
@@ -204,7 +209,7 @@ def test_who_wants_more_kept_than_is_ever_kept_is_told(libraries: Libraries) -> 
         until(lambda: program.stats().vault_taken == 2, "it is in the vault")
         for option in ("--dry-run", "--json"):
             done = ctl(small, "vault", "keep", str(program.pid), "model", option)
-            assert done.returncode == 0 and "nothing of it would stay ([vault] kept_bytes" in done.stderr
+            assert done.returncode == 0 and "raise [vault] kept_bytes" in done.stderr
         assert json.loads(done.stdout)["too_much"] is True
         program.end(signal.SIGKILL)
         until(lambda: not listed(small), "nothing of it has stayed")
@@ -222,7 +227,7 @@ def test_users_see_keep_and_free_their_own(site: Site, libraries: Libraries) -> 
             site.ask(lambda c, pid=pid: c.vault_keep(pid, "mine"), uid=OTHER_UID)  # type: ignore[misc]
         answers.append(str(refused.value).replace(str(pid), "PID"))
     assert answers[0] == answers[1]
-    with pytest.raises(mpsd_client.NotFoundError, match="nothing of yours"):
+    with pytest.raises(mpsd_client.NotFoundError, match="no segment of yours"):
         site.ask(lambda c: c.vault_free(str(row["id"])), uid=OTHER_UID)
     for name in ("12", "a b"):
         assert ctl(site, "vault", "keep", str(program.pid), name).returncode == 2
@@ -230,7 +235,7 @@ def test_users_see_keep_and_free_their_own(site: Site, libraries: Libraries) -> 
     wrong = ctl(site, "vault", "keep", str(program.pid), "mine", "--start-ticks", "1")
     assert wrong.returncode == 13
     assert ctl(site, "vault", "free", str(row["id"])).returncode == 0
-    # The program has its memory all the same.
+    # The program still has its memory.
     assert program.do("alloc(100)") > 0
     assert program.end() == 0
 
@@ -250,13 +255,14 @@ def test_without_a_vault_nothing_is_brought(libraries: Libraries) -> None:
         plain.start()
         program = Program(MPSD_RUN, environment(plain, libraries))
         program.do("alloc(100)")
-        assert "MPSD_VAULT_SOCKET" not in program.do("dict(os.environ)")
-        assert (program.stats().vault_mapped, program.stats().vault_lost) == (0, 0)
+        given = program.do("dict(os.environ)")
+        assert given["MPSD_PROTECTION"] == "observe" and "MPSD_VAULT_SOCKET" not in given
+        assert str(libraries.proxy) not in given["LD_LIBRARY_PATH"]
         assert not (plain.run_dir / "vault.sock").exists()
         assert program.end() == 0
 
 
-# -- the proxy's side, with a vault of the test's own ------------------------------------------------------
+# -- the proxy's side, with a vault of the test ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -279,9 +285,9 @@ def test_a_program_without_its_daemon_goes_on_and_brings_later(libraries: Librar
         until(lambda: program.stats().vault_taken == 3, "it found the daemon")
         numbers = running.look(lambda: sorted(h.number for h in running.vault.ledger.holdings()))
         assert numbers == [addresses[0], addresses[2], addresses[3]]
-        # The connection alone.
+        # Only the connection is open.
         assert program.do("files()") == files + 1
-    # What it drops while no daemon is there, the next one hears.
+    # The next daemon learns of memory freed while no daemon is running.
     program.do(f"free({addresses[0]})")
     with RunningVault(place, store, LIMITS) as running:
         until(lambda: running.look(lambda: len(running.vault.ledger)) == 2, "the drop was delivered")
@@ -290,19 +296,20 @@ def test_a_program_without_its_daemon_goes_on_and_brings_later(libraries: Librar
 
 
 def test_what_waits_for_a_daemon_is_no_open_file(libraries: Libraries, place: Path) -> None:
-    """The stand-in's memory is memfds: as many as without a vault."""
+    """Memory that waits for a daemon holds no extra descriptor: as many memfds as without a vault."""
     counts = []
-    for chosen in ({"MPSD_VAULT": "1"}, {"MPSD_VAULT_SOCKET": str(place)}):
+    for chosen in ({"vault": "1"}, {"MPSD_VAULT_SOCKET": str(place)}):
         program = Program([], libraries.environment(proxied=True, **chosen))
         program.do("[alloc((1 << 20) + 1) for _ in range(40)]")
         counts.append(program.do("files()"))
         assert program.end() == 0
-    assert counts[1] <= counts[0] + 1  # It may be trying to connect.
+    assert counts[1] <= counts[0] + 1  # The proxy may be connecting.
 
 
 @pytest.mark.parametrize("there", [False, True])
 def test_memory_ends_where_it_ends_without_a_vault(libraries: Libraries, place: Path, there: bool) -> None:
-    """And what is freed can be had again, whether it waits for a daemon or is with one."""
+    """Memory runs out where it does without a vault, and freed memory is available again, with or without
+    a daemon."""
     chosen = {"MPSD_VAULT_SOCKET": str(place), "MPSD_STANDIN_MEMORY": str(32 * MIB)}
     code = "cuda.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(4 << 20))"
     store = MemoryStore()
@@ -346,7 +353,7 @@ def test_what_the_vault_refuses_the_program_has_all_the_same(libraries: Librarie
 
 
 def test_a_daemon_that_hangs_holds_nobody_up(libraries: Libraries, place: Path) -> None:
-    """Connections are made and never answered."""
+    """A daemon that accepts connections and never answers does not block a program."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
         deaf.bind(str(place))
         deaf.listen()
@@ -373,7 +380,7 @@ def test_a_token_stands_for_the_cgroup(libraries: Libraries, place: Path) -> Non
 
 
 def test_a_token_that_is_too_long_is_nobodys(libraries: Libraries, place: Path) -> None:
-    """Cut, it would be that of all who begin alike."""
+    """A token that is too long is ignored, since a truncated one would match all tokens with that prefix."""
     store = MemoryStore()
     with RunningVault(place, store, LIMITS):
         chosen = {"MPSD_VAULT_SOCKET": str(place), "MPSD_VAULT_TOKEN": "x" * 33}
@@ -387,4 +394,4 @@ def test_a_token_that_is_too_long_is_nobodys(libraries: Libraries, place: Path) 
             command, env=environ, input="alloc(100)\n", capture_output=True, text=True, timeout=DEADLINE_S
         )
         assert done.returncode == 0
-        assert "MPSD_VAULT_TOKEN has 33 bytes, and may have 32: this program has no vault" in done.stderr
+        assert "vault disabled: MPSD_VAULT_TOKEN has 33 bytes, the limit is 32" in done.stderr

@@ -1,5 +1,5 @@
-"""Memory that a program makes and maps itself, as PyTorch's expandable segments are: it goes along when the
-driver is changed under it."""
+"""Memory that a program creates and maps itself, as PyTorch's expandable segments, is carried over to
+another instance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CREATE = f"gpu.made('cuMemCreate', {PIECE}, PLAIN, 0)"
 SEGMENT = f"a = gpu.reserve({4 * PIECE}); h = [{CREATE}, {CREATE}]; "
 SEGMENT += f"gpu.map(a, h[0]); gpu.map(a + {PIECE}, h[1]); "
 SEGMENT += f"gpu('cuMemsetD8_v2', a, 0, {2 * PIECE}); gpu.sync()"
-VARIABLES = 3  # each copy's own, of a module's variables
+VARIABLES = 3  # module variables that each instance has for itself
 STRADDLES = f"a + {PIECE} - 16"
 
 
@@ -58,13 +58,13 @@ def test_it_is_there_in_the_next_copy(
 
 KEEP = {"MPSD_FAILOVER": "keep"}
 HIGH = 700
-"""What a program opens itself has lower numbers, and what is kept for the next copy higher ones."""
+"""The program's own files have lower numbers; descriptors kept for the next instance have higher ones."""
 
 KEPT = f"kept = lambda: sum(int(n) > {HIGH} for n in os.listdir('/proc/self/fd'))"
 
 kept_alone = pytest.mark.parametrize("ask", [KEEP, KEEP | LAZY], indirect=True, ids=["eager", "lazy"])
-"""What the program has is all that is kept. Mode `exact`, in which it is until it is told otherwise, has room
-of its own for what memory was."""
+"""Only the program's memory is kept. Mode `exact`, the default until the daemon answers, also keeps a
+snapshot buffer."""
 
 
 @kept_alone
@@ -83,7 +83,7 @@ def test_it_may_grow_and_shrink_at_any_time(
     break_domain(domain)
     move(line)
     assert ask(f"gpu.word(a + {2 * PIECE}), gpu.word(b)") == "(33, 44)"
-    # In the second copy: what comes from there, and what came along.
+    # In the second instance: new memory and carried-over memory.
     ask(f"h.append({CREATE}); gpu.map(a, h[3]); gpu.put(a, 55)")
     ask(f"gpu.unmap(a + {PIECE}, h[1]); gpu.put(a + {2 * PIECE}, 34); gpu.sync()")
     stand_by(line, third, copies, 2)
@@ -96,7 +96,7 @@ def test_it_may_grow_and_shrink_at_any_time(
         "(0, 0)"
     )
     assert ask("kept()") == "0"
-    # The copies that were left may have gone.
+    # The old instances may still be unloading.
     until(lambda: int(ask("memory_descriptors()")) <= VARIABLES)
     assert ask.end() == ""
 
@@ -105,7 +105,8 @@ def test_it_may_grow_and_shrink_at_any_time(
 def test_memory_outlives_its_mapping_and_its_handle(
     domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """A handle whose memory is mapped nowhere, and a mapping whose handle is released."""
+    """Memory is carried over with a handle alone, without a mapping, and with a mapping alone, after its
+    handle's release."""
     line = post.greet()
     ask(PLAIN)
     ask(KEPT)
@@ -118,7 +119,7 @@ def test_memory_outlives_its_mapping_and_its_handle(
     assert ask(f"gpu.word(a + {PIECE})") == "8"
     ask(f"gpu.map(a + {2 * PIECE}, h[0])")
     assert ask(f"gpu.word(a + {2 * PIECE})") == "7"
-    # Handles of what is mapped, as the driver gives them.
+    # Handles retained from mappings, as the driver returns them.
     ask(f"k = gpu.made('cuMemRetainAllocationHandle', a + {PIECE} + 4096)")
     assert ask(f"gpu.code('cuMemUnmap', a + {PIECE}, {2 * PIECE})") == "0"
     ask(f"gpu.map(a, k); gpu.map(a + {PIECE}, h[0]); gpu.sync()")
@@ -130,7 +131,7 @@ def test_memory_outlives_its_mapping_and_its_handle(
     ask(f"gpu.unmap(a, k); gpu.unmap(a + {PIECE}, h[0])")
     assert ask("gpu.code('cuMemRelease', k), gpu.code('cuMemRelease', h[0])") == "(1, 1)"
     assert ask("kept()") == "0"
-    # The copies that were left may have gone.
+    # The old instances may still be unloading.
     until(lambda: int(ask("memory_descriptors()")) <= VARIABLES)
     assert ask.end() == ""
 
@@ -180,7 +181,8 @@ def test_what_is_in_flight_has_ended_before_its_memory_is_unmapped(
 def test_what_a_handle_is_may_be_asked(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """As the program wanted it, not as the proxy has made it; and nothing of it is an allocation."""
+    """Properties of a handle are those that the program asked for, not the proxy's, and the memory counts
+    as no allocation."""
     line = post.greet()
     ask(PLAIN)
     ask(SEGMENT)
@@ -203,7 +205,7 @@ def test_what_a_handle_is_may_be_asked(
     [
         (f"gpu.map(gpu.reserve({PIECE}), gpu.adopt(memory_of_another({PIECE})))", "cuMemImport"),
         ("gpu.export(gpu.create())", "cuMemExportToShareableHandle"),
-        (f"gpu.reserve({1 << 44})", "not in a window"),
+        (f"gpu.reserve({1 << 44})", "outside a window"),
     ],
     ids=["imported", "exported", "more than a window"],
 )
@@ -228,7 +230,7 @@ def test_a_forked_child_keeps_none_of_it(
 
 
 def mapped(pieces: int) -> str:
-    """`h` in the first of so many pieces from `a` on, and `k` yet to be mapped."""
+    """Reserve `pieces` segments at `a`, map `h` in the first one, and create `k`."""
     return f"a = gpu.reserve({pieces * PIECE}); h, k = {CREATE}, {CREATE}; gpu.map(a, h)"
 
 
@@ -237,7 +239,7 @@ def mapped(pieces: int) -> str:
 def test_what_has_grown_since_it_was_saved_is_saved_too(
     domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, lets: int
 ) -> None:
-    """A piece that holds something already comes behind one that a kernel may have written."""
+    """A segment mapped with data behind a segment that was already saved is saved too."""
     line = post.greet(moving.EXACT)
     ask(PLAIN)
     ask(mapped(2))
@@ -294,7 +296,8 @@ def test_memory_of_a_window_has_no_handle_and_nobody_waits_for_one(post: Post, a
 
 
 def test_a_handle_that_was_retained_is_not_anothers(post: Post, ask: Program) -> None:
-    """The driver gives its handle again, for it has let go of what the program has retained here."""
+    """A retained handle keeps its memory, although the driver reuses the handle's value once the program
+    has released it."""
     post.greet()
     ask(PLAIN)
     ask(f"a = gpu.reserve({4 * PIECE}); b = a + {PIECE}; h = {CREATE}; gpu.map(a, h); gpu.put(a, 7)")
@@ -309,7 +312,8 @@ def test_a_handle_that_was_retained_is_not_anothers(post: Post, ask: Program) ->
 
 
 def test_what_the_program_did_not_want_to_be_shared_is_not(post: Post, ask: Program) -> None:
-    """The proxy has it made so for itself; a program that tries goes along all the same."""
+    """Memory created without sharing cannot be exported, although the proxy creates it shareable; a failed
+    attempt does not prevent carry-over."""
     line = post.greet()
     ask(PLAIN)
     ask(mapped(1))
@@ -323,7 +327,8 @@ def test_what_the_program_did_not_want_to_be_shared_is_not(post: Post, ask: Prog
 
 
 def test_several_reservations_of_more_than_the_gpus_memory_fit(post: Post, ask: Program) -> None:
-    """As PyTorch makes them for each stream, and for small pieces and large ones."""
+    """Several reservations larger than GPU memory fit, as PyTorch makes them for each stream and for small
+    and large blocks."""
     line = post.greet()
     total = int(ask("gpu.made('cuDeviceTotalMem_v2', 0)"))
     size = -(-total * 9 // 8 // PIECE) * PIECE
@@ -336,7 +341,8 @@ def test_several_reservations_of_more_than_the_gpus_memory_fit(post: Post, ask: 
 def test_a_child_closes_nothing_of_its_own(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """What is let go of there once more: a handle of which no copy has one any more."""
+    """A child process closes no descriptor of its own when it releases a handle that no driver instance
+    holds any more."""
     line = post.greet()
     ask(PLAIN)
     ask(f"HIGH = {HIGH}; before = set(os.listdir('/proc/self/fd')); h = {CREATE}")
@@ -353,7 +359,8 @@ def test_a_child_closes_nothing_of_its_own(
 
 
 def test_a_handle_of_what_is_mapped_can_be_exported(post: Post, ask: Program) -> None:
-    """The program has made it exportable, and released the handle that it had."""
+    """A retained handle of exportable memory can be exported after the program has released the original
+    handle."""
     post.greet()
     ask(PLAIN + "; out = ctypes.c_int(-1)")
     ask(f"a = gpu.reserve({PIECE}); s = gpu.create(); gpu.map(a, s); gpu('cuMemRelease', s)")

@@ -1,4 +1,4 @@
-"""A program on the stand-in driver, alone in its process, that is moved from one gate to the next."""
+"""A program on the stand-in driver, alone in its process, that a test moves from one gate to the next."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from tests.support.simnode import until
 
 LOOKS, LOOK_S = 20, 0.001
 MANY = 1000
-"""Operations that may begin where it goes: more than there are."""
+"""Operations that may begin in the standby domain: more than the program has."""
 
 
 class Alone:
-    """programs/`name` in mode `exact`, in an empty folder of its own; its first line is its pid."""
+    """programs/`name` in mode `exact`, in an empty folder of its own. Its first line is its pid.
+
+    `extra`: variables, of which MPSD_FAILOVER may name another mode, and fields of MPSD_DEBUG.
+    """
 
     def __init__(self, libraries: Libraries, post: Post, folder: Path, name: str, **extra: str) -> None:
         for number in range(2):
@@ -33,12 +36,11 @@ class Alone:
             proxied=True,
             PYTHONPATH=PATHS,
             CUDA_MPS_PIPE_DIRECTORY=str(self._gate.folder),
-            MPSD_VAULT="1",
-            MPSD_FAILOVER="exact",
+            vault="1",
             MPSD_FAILOVER_SOCKET=str(post.path),
-            MPSD_FAILOVER_SETTLE_MS="0",
-            MPSD_FAILOVER_GIVE_BACK="0",
-            **extra,
+            settle_ms="0",
+            release="0",
+            **{"MPSD_FAILOVER": "exact", **extra},
         )
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAMS / name)],
@@ -63,12 +65,12 @@ class Alone:
         self.process.stdin.flush()
 
     def ask(self, expression: str) -> str:
-        """Of moving.py: the value of a Python expression there."""
+        """Evaluate a Python expression in the program, as moving.py does. Return the value."""
         self._tell(expression)
         return self._line()
 
     def stand_by(self) -> Gate:
-        """Where it goes with the next move."""
+        """Offer the domain of the next move, and return its gate."""
         self.generation += 1
         there = Gate(self._folder / str(self.generation))
         self._line_to.say(moving.STANDBY, self.generation, str(there.folder), str(self._folder))
@@ -77,34 +79,36 @@ class Alone:
         return there
 
     def lose(self, there: Gate) -> moving.Said:
-        """Its context is lost, and it has moved."""
+        """Break the program's context and move the program."""
         self._gate.break_context()
         return self._has_moved(there, self._line_to.move(self.generation, again=1))
 
     def leave(self, there: Gate, lets: int, *, ahead: bool = False) -> moving.Said:
-        """It has moved, while its context was well, which has done so many operations when it was cut off.
+        """Move the program, its context intact, and cut it off after `lets` more operations.
 
-        `ahead`: all that it was let came before that, and what is done again is given there before any more.
+        `ahead`: all operations allowed before have ended first, and replayed ones are let through before any
+        more.
         """
         if ahead:
             until(self._gate.is_done)
             there.let(MANY)
         self._gate.keep(UNMAP)
         self._line_to.say(moving.MOVE, self.generation, again=1)
-        # Where nothing is in flight nothing is waited for.
+        # Without work in flight the program does not wait.
         until(lambda: self._gate.kept() == UNMAP or not self._line_to.is_silent())
         if ahead:
             until(lambda: there.left() < MANY)
             assert self._line_to.is_silent()
             there.let(ANY)
         self._gate.let(lets)
-        # It may have less to do, and nobody says when it rests: what comes too late is another case.
+        # The program may have fewer operations, and does not report its rest: a later message is another
+        # case.
         for _ in range(LOOKS):
             if not self._gate.left() or not self._line_to.is_silent(LOOK_S):
                 break
         self._gate.keep(0)
         said = self._line_to.hear(moving.MOVED)
-        # Nobody lets its streams go on.
+        # The streams of the old context must not continue.
         self._gate.break_context()
         return self._has_moved(there, said)
 
@@ -115,7 +119,7 @@ class Alone:
         return said
 
     def end(self) -> str:
-        """What it has said on stderr."""
+        """End the program. Return its stderr."""
         self._gate.let(ANY)
         try:
             _, said = self.process.communicate(timeout=DEADLINE_S)
@@ -129,7 +133,7 @@ T = TypeVar("T", bound=Alone)
 
 
 class OneAtATime(Generic[T]):
-    """Programs that `start` makes; another one where the last has died of what it was asked to do."""
+    """Programs made by `start`, one at a time; a new one if the last has died of a test's request."""
 
     def __init__(self, folder: Path, start: Callable[[Post, Path], T]) -> None:
         self._folder, self._start = folder, start

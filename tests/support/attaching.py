@@ -49,14 +49,14 @@ class Attacher:
         return eval(answer)
 
     def become(self, line: str) -> None:
-        """Have it do what makes another program like this of it."""
+        """Run a line that replaces the program by another one like it (exec)."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
         assert self._line() == "there"
 
     def end(self, how: int | None = None) -> int:
-        """By the end of its input, or a signal; `said` is what it wrote to stderr."""
+        """End the program by the end of its input, or by signal `how`. `said` is then its stderr."""
         if how is not None:
             self.process.send_signal(how)
         _, self.said = self.process.communicate(timeout=DEADLINE_S)
@@ -79,7 +79,7 @@ def obey() -> None:
 
     names: dict[str, Any] = {"m": mpsd_client, "ctypes": ctypes, "os": os, "sys": sys}
     print("there", flush=True)
-    # Not sys.stdin: what it reads ahead would be lost to a program that takes this one's place.
+    # Not sys.stdin: its read-ahead would be lost to a program that this one execs.
     with open(0, "rb", buffering=0, closefd=False) as orders:
         for order in orders:
             line = order.decode().rstrip("\n")

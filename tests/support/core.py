@@ -1,16 +1,11 @@
-"""Builders for tests of core: a world that feeds events to decide() and remembers what came of them."""
+"""Builders for tests of core: a world that feeds events to decide() and keeps the resulting effects."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TypeVar
 
-from mpsd.core import effects as fx
-from mpsd.core import events as ev
-from mpsd.core.engine import decide
-from mpsd.core.records import FaultRecord, Party
-from mpsd.core.state import Client, ClientState, Domain, DomainState, Policy, State
-from mpsd.model import (
+from mpsd.base.model import (
     Access,
     ClientId,
     KernelXid,
@@ -18,15 +13,22 @@ from mpsd.model import (
     NvmlXid,
     ProcessFacts,
     ProcessInstance,
+    Requester,
     ServerState,
     UvmEvent,
     UvmFaultType,
     UvmReason,
 )
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.engine import decide
+from mpsd.core.faults.records import FaultRecord, Party
+from mpsd.core.state import Client, ClientState, Domain, DomainState, Policy, State
 
 GPU = "GPU-0"
 SLOT = "gpu0.uid1000"
 UID = 1000
+REQUESTER = Requester(0, 0, 77, "/system.slice")
 E = TypeVar("E", bound=fx.Effect)
 
 OUT_OF_RANGE = "Graphics SM Warp Exception on (GPC 0, TPC 0, SM 0): Out Of Range Address"
@@ -61,20 +63,20 @@ def uvm(
 
 
 def mmu_text(address: int, client: str = "GPCCLIENT_T1_0") -> str:
-    """An MMU fault line's own words; the driver splits the address in two halves."""
+    """Return the text of an MMU fault line; the driver splits the address in two halves."""
     where = f"0x{address >> 32:x}_{address & 0xFFFFFFFF:08x}"
     return f"MMU Fault: ENGINE GRAPHICS {client} faulted @ {where}. Fault is of type FAULT_PTE"
 
 
 def kernel_xid(xid: int, text: str, pid: int | None, name: str, gpu: str | None) -> ev.KernelXidSeen:
-    """An Xid line as the driver prints it."""
+    """Return an Xid line as the driver prints it."""
     who = f", pid={pid}, name={name}" if pid is not None else ""
     line = f"NVRM: Xid (PCI:0000:01:00): {xid}{who}, {text}"
     return ev.KernelXidSeen(gpu, KernelXid("0000:01:00.0", xid, pid, name, line, 1))
 
 
 class World:
-    """One daemon's mind. `now` moves only when told; every effect is kept, in order."""
+    """The state of one daemon. `now` moves only when a test moves it; every effect is kept, in order."""
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.state = State(policy=policy or Policy())
@@ -92,17 +94,17 @@ class World:
         self.now += seconds
         return self
 
-    # Looking
+    # Queries
 
     def made(self, kind: type[E]) -> list[E]:
-        """Effects of one kind that the last event had."""
+        """Return the last event's effects of one kind."""
         return [e for e in self.last if isinstance(e, kind)]
 
     def ever(self, kind: type[E]) -> list[E]:
         return [e for e in self.effects if isinstance(e, kind)]
 
     def record(self) -> FaultRecord:
-        """The newest revision of the newest record."""
+        """Return the newest revision of the newest record."""
         return self.ever(fx.Record)[-1].record
 
     def records(self) -> dict[int, FaultRecord]:
@@ -118,30 +120,38 @@ class World:
         return {c.id.process.pid: c.state for c in self.state.clients.values()}
 
     def path(self, slot: str = SLOT) -> str | None:
-        """Where the slot's stable path leads."""
+        """Return the target of the slot's stable path."""
         switches = [e.domain for e in self.ever(fx.SwitchPath) if e.slot == slot]
         return switches[-1] if switches else None
+
+    def pauses(self, record: FaultRecord) -> dict[int, float | None]:
+        """Return the pause [ms] of each client that the record lists as moved."""
+        return {m.party.id.process.pid: m.pause_ms for m in record.moved}
 
     def pids(self, parties: Sequence[Party]) -> list[int]:
         return [p.id.process.pid for p in parties]
 
-    # Doing
+    # Events
 
     def want(self, slot: str = SLOT, gpu: str = GPU, uid: int | None = UID, exclusive: bool = False) -> None:
         self.do(ev.SlotWanted(slot, (gpu,), uid, exclusive))
 
-    def started(self, name: str) -> None:
-        self.do(ev.DomainStarted(name, control_of(name), server_of(name)))
+    def started(self, name: str, *, private: bool | None = None) -> None:
+        """Let a domain start. `private`: by default if it belongs to a user."""
+        owned = name in self.state.domains and self.state.domains[name].uid is not None
+        self.do(
+            ev.DomainStarted(name, control_of(name), server_of(name), owned if private is None else private)
+        )
 
     def stopped(self, name: str) -> None:
         self.do(ev.DomainStopped(name))
 
-    def ready(self, exclusive: bool = False) -> World:
-        """Domain d1 active and, unless exclusive, d2 as its spare."""
-        self.want(exclusive=exclusive)
-        self.started("d1")
+    def ready(self, exclusive: bool = False, *, uid: int | None = UID, private: bool | None = None) -> World:
+        """Make domain d1 active and, unless exclusive, d2 its standby domain. `private`: see started()."""
+        self.want(uid=uid, exclusive=exclusive)
+        self.started("d1", private=private)
         if not exclusive:
-            self.started("d2")
+            self.started("d2", private=private)
         return self
 
     def join(self, *pids: int, domain: str = "d1", spaces: int = 1) -> None:
@@ -153,7 +163,7 @@ class World:
         self.do(ev.ClientDied(process(pid)))
 
     def work_ended(self, pid: int) -> None:
-        """The work of every life of the process has."""
+        """End the work of every client of the process."""
         ids = [c.id for c in self.state.spaces_of(process(pid))] or [ClientId("d1", process(pid))]
         self.last = tuple(e for i in ids for e in self.do(ev.WorkEnded(i, "its channels are gone")))
 
@@ -175,7 +185,7 @@ class World:
         liveness: Liveness = Liveness.RUNNING,
         owner: int | None = None,
     ) -> None:
-        self.do(ev.EvictRequested(process(pid), liveness, request, "asked", owner=owner))
+        self.do(ev.EvictRequested(process(pid), liveness, request, "asked", owner, REQUESTER))
 
     def terminate_finished(self, pid: int, done: bool = True) -> None:
         self.do(ev.TerminateFinished(process(pid), done, "done" if done else "no answer"))
@@ -184,7 +194,7 @@ class World:
         self.do(ev.TimerFired(kind, str(subject)))
 
     def lingers(self, pid: int) -> None:
-        """The linger limit has passed, and each look that is asked for then finds work."""
+        """Let the linger limit pass; each requested check then finds work."""
         self.timer("linger", process(pid))
         asked = [e.client for e in self.made(fx.ConfirmWork)]
         lives = [
@@ -205,4 +215,7 @@ class World:
         server_state: ServerState = ServerState.ACTIVE,
     ) -> None:
         instance = server_of(name) if server else None
-        self.do(ev.DomainAdopted(name, SLOT, role, state, control_of(name), instance, server_state))
+        owned = SLOT in self.state.slots and self.state.slots[SLOT].uid is not None
+        self.do(
+            ev.DomainAdopted(name, SLOT, role, state, control_of(name), instance, server_state, private=owned)
+        )

@@ -1,4 +1,4 @@
-"""What descriptors this process has open, for tests that nothing leaks."""
+"""The open descriptors of this process, for tests that nothing leaks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def open_descriptors() -> dict[int, str]:
-    """Number to target of every open descriptor, that of the listing itself left out."""
+    """Map number to target of every open descriptor, without that of the listing itself."""
     found: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -18,5 +18,5 @@ def open_descriptors() -> dict[int, str]:
 
 
 def inheritable() -> dict[int, str]:
-    """Those beyond the standard three that a child would get."""
+    """Return those beyond the standard three that a child would inherit."""
     return {fd: target for fd, target in open_descriptors().items() if fd > 2 and os.get_inheritable(fd)}

@@ -1,18 +1,18 @@
-"""A DeviceManager with one GPU, for tests that need to know who is on it and no more."""
+"""A DeviceManager with one GPU, for tests that only need the processes on it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpsd.errors import UnsupportedError
+from mpsd.base.errors import UnsupportedError
+from mpsd.base.model import ComputeMode, Gpu, GpuProcess
 from mpsd.gpu.base import XidSource
-from mpsd.model import ComputeMode, Gpu, GpuProcess
 
 GPU = Gpu(0, "GPU-1", "Some GPU", "0000:01:00.0", 1 << 30)
 
 
 class OneGpu:
-    """These processes are on it; nothing else happens there."""
+    """A GPU with these processes on it, and nothing else."""
 
     def __init__(self, *processes: GpuProcess) -> None:
         self.on_it = processes

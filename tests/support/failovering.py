@@ -1,7 +1,7 @@
-"""A program of the simulated GPU that can fail over: what the proxy does in C, in a few lines of Python.
+"""A program of the simulated GPU that can fail over: the proxy's part, in a few lines of Python.
 
-It has `dev`, its context, among its names, and after a move that is the second one. The standard library
-alone. Every wait has a deadline.
+Its name `dev` is its context; after a move, the standby context. It needs the standard library alone. Every
+wait has a deadline.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import socket
 
-from mpsd.failover.wire import GIVES, LAYOUT, MODES, TAKES_FENCED, Kind, Message, pack, unpack
+from mpsd.base.model import ExceptionOwner
+from mpsd.failover.messages import GIVES, LAYOUT, MODES, TAKES_FENCED, Kind, Message, pack, unpack
 from mpsd.gpu.simulated.client import SimulatedDevice
-from mpsd.model import Whose
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Speaker:
         self.socket.send(pack(Message(kind, **fields)))
 
     def hear(self) -> Message:
-        """Raises EOFError when the connection has been closed."""
+        """Raises EOFError if the connection is closed."""
         try:
             data = self.socket.recv(LAYOUT.size)
         except ConnectionResetError:
@@ -60,7 +60,10 @@ class FailoverProgram:
         return self._speaker
 
     def hello(self, mode: str = "keep", generation: int = 0) -> list[object]:
-        """On a connection of its own, again to a daemon that was started anew. It may be told everything."""
+        """Say HELLO on a new connection, also to a daemon that was started again.
+
+        The daemon may send any message.
+        """
         if self._speaker is not None:
             self._speaker.close()
         self._speaker = Speaker(self._path)
@@ -70,7 +73,7 @@ class FailoverProgram:
         return self.hear()
 
     def hear(self) -> list[object]:
-        """[kind, generation, mode or path, text]; `values` are those of that."""
+        """Return [kind, generation, mode or path, text] of the next message; `values` are its values."""
         try:
             message = self.speaker.hear()
         except EOFError:
@@ -79,7 +82,10 @@ class FailoverProgram:
         return [name, generation, message.path or message.mode.value, message.text]
 
     def prepare(self, ready: bool = True) -> list[object]:
-        """Wait for a standby, make a context there, and say so. Standbys that have ended are let go of."""
+        """Wait for a standby domain, make a context there, and report it.
+
+        Release standby contexts of ended domains.
+        """
         heard = self.hear()
         while heard[0] in ("STAND_DOWN", "FENCED"):
             if heard[0] == "STAND_DOWN":
@@ -100,16 +106,18 @@ class FailoverProgram:
         self.speaker.say(Kind.READY, generation=self.generation, values=(1_000_000, 4096))
 
     def move(self, whose: int = 0) -> list[object]:
-        """Wait to be told; from then on `dev` is the second context. `whose`: what it has found of who made
-        the fault."""
+        """Wait for MOVE; from then on `dev` is the standby context.
+
+        `whose`: its finding on the exception's owner.
+        """
         heard = self.hear()
         assert heard[0] == "MOVE", heard
         self._known["old"], self._known["dev"] = self._known["dev"], self.standby
         self.standby = None
         if whose:
             self.speaker.say(Kind.LOOKED, generation=heard[1], values=(whose,))
-        # Who says that it was its own code does nothing before it is told.
-        times = (1_000_000, 2_000_000, 3_000_000, *((0, 0, 1) if whose == Whose.OWN else (64, 5)))
+        # A program that reports its own code does nothing before mpsd's answer.
+        times = (1_000_000, 2_000_000, 3_000_000, *((0, 0, 1) if whose == ExceptionOwner.OWN else (64, 5)))
         self.speaker.say(Kind.MOVED, generation=heard[1], values=times)
         return heard
 

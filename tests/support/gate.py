@@ -1,4 +1,4 @@
-"""The stand-in's gate (clients/libcuda/standin/gate.c): how far it may go in one domain, and its end."""
+"""The stand-in's gate (clients/libcuda/standin/gate.c): the operations allowed in one domain, and its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOM, NO_ROOM_CUT, COPIED, NO_UNMAP, LAUNCH, NO_LAUNCH, UNLOAD = (1 << i for i i
 
 
 class Gate:
-    """Before the driver is initialised with this CUDA_MPS_PIPE_DIRECTORY."""
+    """A gate; make it before the driver is initialised with this CUDA_MPS_PIPE_DIRECTORY."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -27,27 +27,29 @@ class Gate:
         self.folder = folder
         with path.open("r+b") as file:
             self._words = mmap.mmap(file.fileno(), 40)
+        self._releases = 0
 
     def let(self, operations: int) -> None:
-        """So many more, and then none."""
+        """Allow so many more operations, and then none."""
         self._words[:8] = struct.pack("=Q", operations)
 
     def left(self) -> int:
         return int(struct.unpack("=Q", self._words[:8])[0])
 
     def is_done(self) -> bool:
-        """All that was let has ended."""
+        """Return whether all allowed operations have ended."""
         return self.left() == 0 and self._words[32:] == bytes(8)
 
     def break_context(self) -> None:
         self._words[8:16] = struct.pack("=Q", LAUNCH_FAILED)
 
     def keep(self, call: int) -> None:
-        """From now on whoever makes this call comes back when it is `keep(0)`."""
-        self._words[16:24] = struct.pack("=Q", call)
+        """From now on block every thread that makes this call, until `keep(0)`, which releases all."""
+        self._releases += call == 0
+        self._words[16:24] = struct.pack("=II", call, self._releases)
 
     def kept(self) -> int:
-        """The call in which somebody was kept last."""
+        """Return the call in which a thread was blocked last."""
         return int(struct.unpack("=Q", self._words[24:32])[0])
 
     def close(self) -> None:
@@ -56,7 +58,7 @@ class Gate:
 
 @contextlib.contextmanager
 def gate_of(domain: Domain) -> Iterator[Gate]:
-    """Until the end, when all is let through and nobody is kept."""
+    """A gate of the domain; at the end of the context it lets every operation through and blocks no call."""
     made = Gate(Path(domain.environment["CUDA_MPS_PIPE_DIRECTORY"]))
     yield made
     made.let(ANY)

@@ -1,8 +1,8 @@
-"""A GPU node for the contract tests: the same for the simulated and the real one.
+"""A GPU node for the contract tests: the same interface for the simulated and the real one.
 
 `Machine` lives as long as the test session and keeps one healthy fault domain for all tests that leave it
-usable. `Node` is what one test sees; whatever it started is gone when it is closed. Client programs are
-the harness's own (faultinject.programs), real processes with a process group each.
+usable. `Node` is one test's view; its close ends every process that the test started. Client programs are the
+harness's own (faultinject.programs), real processes with a process group each.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from faultinject import leftovers
-from faultinject.history import History
-from faultinject.node import Node as HarnessNode
-from faultinject.node import open_node
-from faultinject.worker import Worker, python_environment
-from mpsd.control import ControlDaemon
-from mpsd.errors import MpsdError
+from faultinject.registry.history import History
+from faultinject.rig import leftovers
+from faultinject.rig.node import Node as HarnessNode
+from faultinject.rig.node import open_node
+from faultinject.rig.worker import Worker, python_environment
+from mpsd.base.errors import MpsdError
+from mpsd.base.model import Gpu, KernelXid, ServerState, UvmEvent
 from mpsd.gpu.base import AddressSpace, Isolation, Tracker, WorkView
 from mpsd.gpu.nvidia.kernel import NvidiaIsolation
-from mpsd.gpu.simulated.door import SimulatedIsolation
-from mpsd.model import Gpu, KernelXid, ServerState, UvmEvent
+from mpsd.gpu.simulated.kernelmodule import SimulatedIsolation
+from mpsd.mps.control import ControlDaemon
 from tests.support.descriptors import open_descriptors
 from tests.support.program import Program
 from tests.support.waiting import DEADLINE_S, readable, until
 
 T = TypeVar("T")
 MEMORY = 64 << 20
-"""Bytes of GPU memory that an offender holds."""
+"""GPU memory of an offender [bytes]."""
 
 _GOODBYE_S = 5.0
 _HEALTHY_S = 5.0
@@ -58,15 +58,15 @@ class Domain:
         )
         self.server = 0
         self.spoilt = False
-        """Set by a test after which no other can use this domain."""
+        """Set by a test after which no other test can use this domain."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """For clients of this domain."""
+        """The environment for clients of this domain."""
         return {"CUDA_MPS_PIPE_DIRECTORY": self.control.pipe_dir}
 
     def start(self) -> Self:
-        """Start the control daemon and a server, and wait until that is ACTIVE."""
+        """Start the control daemon and a server, and wait until the server is ACTIVE."""
         self.machine.run(self.control.start(DEADLINE_S))
         self.machine.run(self.control.start_server(os.getuid()))
         self.server = self.machine.run(self.control.wait_active(DEADLINE_S))
@@ -82,7 +82,7 @@ class Domain:
         return set(self.machine.run(self.control.clients(self.server)))
 
     def healthy(self) -> bool:
-        """Whether its own server takes clients, if need be after it has recovered."""
+        """Return whether the same server accepts clients, if need be after its recovery."""
         if self.spoilt or not self.control.alive():
             return False
         try:
@@ -91,7 +91,7 @@ class Domain:
             return False
 
     def stop(self) -> None:
-        """End it in order when that is possible, by force otherwise."""
+        """End the domain in order if possible, else by force."""
         if self.control.instance is None:
             return
         try:
@@ -113,7 +113,7 @@ class Machine:
         self._shared: Domain | None = None
         try:
             with warnings.catch_warnings():
-                # Those of CUDA's binding are not ours to mend.
+                # Warnings of CUDA's Python binding are not ours to fix.
                 warnings.simplefilter("ignore")
                 self.harness: HarnessNode = open_node(backend, self.base)
         except BaseException:
@@ -121,7 +121,7 @@ class Machine:
             raise
         self.backend = self.harness.backend
         self.gpu: Gpu = self.backend.devices.gpus()[0]
-        # What an adapter opens once and keeps is no test's leak.
+        # A descriptor that an adapter opens once and keeps is not a leak of the test.
         self.backend.devices.processes(self.gpu.uuid)
         self.backend.devices.watch_xids().close()
 
@@ -135,7 +135,7 @@ class Machine:
         return directory
 
     def shared_domain(self) -> Domain:
-        """A domain whose server is ACTIVE and has no clients: that of the last test if it is fit."""
+        """Return a domain with an ACTIVE server and no clients: the last test's if it is usable."""
         if self._shared is not None and not self._shared.healthy():
             self._shared.stop()
             self._shared = None
@@ -145,7 +145,7 @@ class Machine:
         return self._shared
 
     def isolation(self) -> Isolation | None:
-        """Another open file of the kernel part; None where the driver has none."""
+        """Return another open file of the patched nvidia-uvm; None if the driver has none."""
         if self.backend.isolation is None:
             return None
         if isinstance(self.backend.isolation, NvidiaIsolation):
@@ -170,7 +170,7 @@ class Machine:
 
 
 class Node:
-    """What one test sees of a machine. `backend` is under test, `domain` is a started fault domain."""
+    """One test's view of a machine. `backend` is under test, `domain` is a started fault domain."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -206,20 +206,20 @@ class Node:
         return program
 
     def survivor(self, environment: dict[str, str] | None = None) -> Program:
-        """A client that computes for ever and checks its results. Not ready yet."""
+        """Start a client that computes without end and checks its results. Not ready yet."""
         return self.spawn("survivor", environment=environment)
 
     def offender(self, kind: str, *args: str, environment: dict[str, str] | None = None) -> Program:
-        """A client that is idle until told to go, and then does this kind of deed. Not ready yet."""
+        """Start a client that is idle until told to go, and then causes this kind of fault. Not ready yet."""
         memory = ("--memory", str(MEMORY), "--busy-s", str(self.busy_s))
         return self.spawn("offender", kind, *memory, *args, environment=environment)
 
     def holder(self) -> Program:
-        """A client that notices nothing and stays: as long as it is there, a fault lasts. Ready."""
+        """Start a client that notices no fault and stays: a fault lasts until it exits. Ready."""
         return self.offender("clean_exit").ready()
 
     def bystander(self) -> subprocess.Popen[bytes]:
-        """A process that has nothing to do with the GPU."""
+        """Start a process that does not use the GPU."""
         process = subprocess.Popen(
             [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
         )
@@ -228,7 +228,7 @@ class Node:
         return process
 
     def new_domain(self) -> Domain:
-        """A domain of this test's own, not started."""
+        """Return a domain of this test's own, not started."""
         base = self.base / f"d{len(self._domains)}"
         base.mkdir()
         domain = Domain(self.machine, base)
@@ -238,13 +238,13 @@ class Node:
     # -- adapters ---------------------------------------------------------------------------------------
 
     def open(self, program: Program) -> AddressSpace:
-        """The one address space of a client, closed at the end of the test."""
+        """Return the one address space of a client, closed at the end of the test."""
         (space,) = self.backend.uvm.open(program.instance, program.pinned.fileno())
         self._owned.callback(space.close)
         return space
 
     def restarted(self, space: AddressSpace) -> AddressSpace:
-        """The space as the next daemon has it: from kept duplicates, the old holder being gone."""
+        """Return the space as the next daemon has it: from duplicates, the old holder's closed."""
         kept = duplicates(list(space.fds.items()))
         space.close()
         return self.adopt(kept)
@@ -260,7 +260,7 @@ class Node:
         return tracker
 
     def inspect(self, program: Program) -> WorkView:
-        """A view as a daemon has it: it has looked at the living until two looks agreed."""
+        """Return a view as a daemon has it: refreshed until two looks at the living client agree."""
         view = self.backend.work.open(program.instance, program.pinned.fileno())
         self._owned.callback(view.close)
         for _ in range(2):
@@ -276,7 +276,10 @@ class Node:
         return self._owned.enter_context(thing)
 
     def xids(self, *numbers: int) -> list[KernelXid]:
-        """Wait until the kernel log has shown all these numbers since the last call; every line of it."""
+        """Wait until the kernel log has shown all these numbers since the last call.
+
+        Return every line of it.
+        """
         log = self.backend.kernel_log
         assert log is not None, "this machine's kernel log may not be read"
         found: list[KernelXid] = []
@@ -295,7 +298,7 @@ class Node:
     # -- the end ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End everything in order; then nothing may be left, no process and no descriptor."""
+        """End everything in order. No process and no descriptor may be left."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._nothing_left)
             for domain in self._domains:
@@ -330,12 +333,12 @@ class Node:
 
 
 def _kept_by_nvml(path: str) -> bool:
-    """NVML opens device nodes when it first needs them, and keeps them. Those of UVM are mpsd's."""
+    """Return whether NVML may keep the device node open. Nodes of UVM belong to mpsd."""
     return path.startswith("/dev/nvidia") and not path.startswith("/dev/nvidia-uvm")
 
 
 def next_event(tracker: Tracker) -> UvmEvent:
-    """The next event of a tracker, waited for on its descriptor."""
+    """Wait on a tracker's descriptor for its next event, and return the event."""
     assert readable(tracker, DEADLINE_S), "the tracker has seen nothing"
     batch = tracker.drain()
     assert batch.dropped == 0
@@ -344,12 +347,12 @@ def next_event(tracker: Tracker) -> UvmEvent:
 
 
 def faulted_at(line: KernelXid) -> int:
-    """The address that the line of an MMU fault names; the driver prints it in two halves."""
+    """Return the address in an MMU fault line; the driver prints it in two halves."""
     found = re.search(r"faulted @ 0x([0-9a-f]+)_([0-9a-f]{8})", line.text)
     assert found is not None, line.text
     return int(found[1], 16) << 32 | int(found[2], 16)
 
 
 def duplicates(fds: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """What a descriptor store would hand to the next daemon."""
+    """Return duplicates, as a descriptor store would pass them to the next daemon."""
     return {role: os.dup(fd) for role, fd in fds}

@@ -1,6 +1,6 @@
-"""A client of the simulated GPU that lays guard zones, as the libcuda proxy does for programs of a real one.
+"""A client of the simulated GPU that lays guard zones, as the libcuda proxy does on a real one.
 
-Standard library and mpsd's layouts only: every client that uses it pays for what it imports. Simulated only.
+Standard library and mpsd's layouts only, since every client pays for the imports. Simulated GPU only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import socket
 import time
 
-from mpsd.vault import wire
+from mpsd.vault import messages
 from mpsd.zones import layout
 
 TYPE_CHECKING = False
@@ -49,7 +49,7 @@ class LedgerWriter:
         self.head(field, self.read_head(field) + by)
 
     def zone(self, row: int, kind: int, role: int, start: int, end: int, born: int = 0) -> None:
-        """Write a row; as a whole, to whoever looks at its sequence."""
+        """Write a row, in one step for every reader that checks its sequence."""
         at = layout.ZONES_AT + row * layout.ZONE.size
         sequence = layout.ZONE.unpack_from(self.memory, at)[0]
         layout.SEQUENCE.pack_into(self.memory, at, sequence | 1)
@@ -63,7 +63,7 @@ class LedgerWriter:
         layout.SEQUENCE.pack_into(self.memory, at, (sequence | 1) + 1 & 0xFFFF_FFFF)
 
     def launched(self, name: str) -> None:
-        """A kernel was started."""
+        """Note the start of a kernel."""
         function = self._names.get(name)
         if function is None:
             function = self._names[name] = 0x5000_0000 + 64 * len(self._names)
@@ -82,9 +82,9 @@ class LedgerWriter:
 
 
 class GuardedDevice:
-    """A context whose allocations have a zone behind them and stay covered when they are freed.
+    """A context with a guard zone behind each allocation; freed allocations stay covered.
 
-    `granted`: bytes of zones that the daemon gave; without any there are none.
+    `granted`: bytes of zones that the daemon granted; if 0, no zones are laid.
     """
 
     def __init__(self, device: SimulatedDevice, vault_socket: str) -> None:
@@ -99,27 +99,33 @@ class GuardedDevice:
             self.connect(vault_socket)
 
     def connect(self, vault_socket: str) -> int:
-        """Bring the ledger, again to a daemon that was started anew; bytes granted. Raises OSError."""
+        """Send the ledger, also to a daemon that was started again.
+
+        Return the bytes granted. Raises OSError.
+        """
         if self.channel is not None:
             self.channel.close()
         self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel.settimeout(_DEADLINE_S)
         self.channel.connect(vault_socket)
-        self._ask(wire.Message(wire.Kind.HELLO), [])
-        self.granted = self._ask(wire.Message(wire.Kind.LEDGER), [self.ledger.fd]).size
+        self._ask(messages.Message(messages.Kind.HELLO), [])
+        self.granted = self._ask(messages.Message(messages.Kind.LEDGER), [self.ledger.fd]).size
         return self.granted
 
-    def _ask(self, message: wire.Message, fds: list[int]) -> wire.Message:
+    def _ask(self, message: messages.Message, fds: list[int]) -> messages.Message:
         assert self.channel is not None
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        self.channel.sendmsg([wire.pack(message)], rights)
-        data = self.channel.recv(wire.LAYOUT.size)
+        self.channel.sendmsg([messages.pack(message)], rights)
+        data = self.channel.recv(messages.LAYOUT.size)
         if not data:
             raise ConnectionError("the daemon closed the connection")
-        return wire.unpack(data, answer=True)
+        return messages.unpack(data, answer=True)
 
     def alloc(self, words: int, asked: int | None = None) -> int:
-        """Memory with a zone of 64 KiB behind it. `asked`: bytes that the ledger shall say were asked for."""
+        """Allocate memory with a zone of 64 KiB behind it.
+
+        `asked`: bytes requested, as the ledger shall say.
+        """
         address = self.device.alloc(words)
         rounded = -(-words * 4 // GRANULE) * GRANULE
         self._orders += 1
@@ -132,7 +138,7 @@ class GuardedDevice:
         return address
 
     def free(self, address: int) -> None:
-        """Its addresses stay covered: quarantine."""
+        """Free an allocation. Its addresses stay covered: quarantine."""
         row, rounded, size, born = self._notes[address]
         self.device.unmap(address)
         self.ledger.note(row, address, size, order=row + 1, born=born, freed=time.monotonic_ns())
@@ -140,7 +146,7 @@ class GuardedDevice:
             self.lay(address, rounded, layout.Role.QUARANTINE)
 
     def lay(self, base: int, length: int, role: int = layout.Role.GUARD) -> None:
-        """A managed zone; `length` bytes."""
+        """Lay a managed zone of `length` bytes."""
         self.device.lay_managed(base, length)
         born = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
         self.ledger.zone(self._rows, layout.Kind.MANAGED, role, base, base + length, born)
@@ -149,7 +155,7 @@ class GuardedDevice:
         self.ledger.add("managed_bytes", length)
 
     def launch(self, kernel: str, address: int, words: int = 1) -> None:
-        """Start a kernel, noted in the ledger as such."""
+        """Start a kernel and note it in the ledger."""
         self.ledger.launched(kernel)
         self.device.launch(kernel, address=address, words=words)
 

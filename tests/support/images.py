@@ -1,4 +1,4 @@
-"""Images of code as nvcc writes them, made byte by byte, with a text for the stand-in driver in them."""
+"""Code images as nvcc writes them, made byte by byte, with a text for the stand-in driver in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 ELF, PTX = 2, 1
 ZSTD, LZ4 = 0x8000, 0x2000
 TEXT = b"standin module\nkernel count count 0\nkernel add add 0\nglobal counter 4\nglobal other 64\n\n"
-"""`count` adds one to the first variable."""
+"""Kernel `count` adds one to the first variable."""
 
 _SYMTAB, _STRTAB, _NOBITS, _PROGBITS = 2, 3, 8, 1
 _OBJECT, _FUNC = 1, 2
@@ -26,7 +26,7 @@ def _strings(texts: Sequence[str]) -> tuple[bytes, dict[str, int]]:
 
 
 def elf(variables: Sequence[str], *, undefined: Sequence[str] = (), text: bytes = TEXT) -> bytes:
-    """An ELF file (elf(5)): variables in .nv.global, and functions that are somewhere else."""
+    """Return an ELF file (elf(5)): variables in .nv.global, and undefined functions."""
     names, at = _strings([*variables, *undefined])
     symbols = _SYMBOL.pack(0, 0, 0, 0, 0, 0)
     symbols += b"".join(_SYMBOL.pack(at[name], _OBJECT, 0, 4, 0, 4) for name in variables)
@@ -47,7 +47,7 @@ def elf(variables: Sequence[str], *, undefined: Sequence[str] = (), text: bytes 
 
 
 def packed(data: bytes, how: int) -> bytes:
-    """Compressed by the library that the machine has. Raises OSError where it has none."""
+    """Compress with the machine's library. Raises OSError if the machine has none."""
     if how == ZSTD:
         zstd = ctypes.CDLL("libzstd.so.1")
         room = ctypes.create_string_buffer(len(data) + 1024)
@@ -63,7 +63,7 @@ def packed(data: bytes, how: int) -> bytes:
 
 
 def part(kind: int, arch: int, data: bytes, how: int = 0) -> bytes:
-    """One part of a fat binary."""
+    """Return one part of a fat binary."""
     inside = packed(data, how) if how else data
     filled = inside + bytes(-len(inside) % 8)
     small = len(inside) if how else 0
@@ -77,6 +77,6 @@ def part(kind: int, arch: int, data: bytes, how: int = 0) -> bytes:
 
 
 def fatbin(*parts: bytes, text: bytes = TEXT) -> bytes:
-    """A fat binary of these parts, and one of a kind that nothing but the stand-in driver reads."""
+    """Return a fat binary of these parts, and one more of a kind that only the stand-in driver reads."""
     body = b"".join(parts) + part(0x40, 1, text)
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body

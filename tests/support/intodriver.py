@@ -1,7 +1,7 @@
-"""A program whose one other thread stays in an ioctl until the program ends, as a server does in the driver.
+"""A program with a second thread that stays in an ioctl until the program ends, like a server in the driver.
 
-It waits to be notified of a system call that nobody makes (seccomp_unotify(2)). Prints "ready" before, or why
-it cannot.
+The thread waits for the notification of a system call that no process makes (seccomp_unotify(2)). The program
+first prints "ready", or why it cannot do so.
 """
 
 from __future__ import annotations

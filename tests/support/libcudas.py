@@ -1,6 +1,6 @@
 """The libcuda proxy, its stand-in driver and small C programs, built once per test session.
 
-Processes that run tests of one session side by side share the libraries; each compiles its own programs.
+Test processes of one session share the libraries; each compiles its own programs.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from pathlib import Path
 
 import pytest
 
-from faultinject.proxy import library as harness
+from faultinject.rig import libraries
 from libcuda_build.compile import FOLDER, build_proxy, build_standin
 from libcuda_build.header import find_include
+from mpsd.base import debug
+from tests.support.waiting import BUILD_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "libcuda" / "programs"
 PATHS = f"{ROOT}:{ROOT / 'clients'}:{ROOT / 'clients' / 'libcuda'}"
-"""PYTHONPATH of a program that imports what is in this tree."""
+"""PYTHONPATH of a program that imports packages of this tree."""
 MPSD_RUN = [sys.executable, "-m", "mpsd_client.run"]
 DEADLINE_S = 40.0
 
 
 def standalone(folder: Path, name: str, sources: Iterable[str], *flags: str, sanitize: str = "") -> Path:
-    """programs/NAME.c compiled in `folder` with those files of the proxy's, and nothing else of it."""
-    # Of what the generator writes the files need nothing but that it is there.
+    """Compile programs/NAME.c in `folder` with these files of the proxy, and nothing else of it."""
+    # The files need only the existence of what the generator writes.
     sizes = "".join(f"#define MPSD_{number} 1\n" for number in ("NAMES", "SPARE", "WRAPPERS"))
     (folder / "functions.h").write_text(f"#include <cuda.h>\n{sizes}")
     program = folder / "program"
@@ -39,7 +41,7 @@ def standalone(folder: Path, name: str, sources: Iterable[str], *flags: str, san
     command += [f"-I{FOLDER / 'src'}", "-isystem", str(find_include()), "-o", str(program)]
     command += [f"-fsanitize={sanitize}"] if sanitize else []
     command += [str(PROGRAMS / f"{name}.c"), *(str(FOLDER / "src" / source) for source in sources)]
-    subprocess.run([*command, *flags, "-lpthread", "-ldl"], check=True, timeout=DEADLINE_S)
+    subprocess.run([*command, *flags, "-lpthread", "-ldl"], check=True, timeout=BUILD_S)
     return program
 
 
@@ -53,15 +55,15 @@ class Libraries:
     programs: Path
     _built: dict[str, Path] = field(default_factory=dict)
 
-    def for_harness(self) -> harness.Libraries:
-        return harness.Libraries(self.proxy, self.standin)
+    def for_harness(self) -> libraries.Libraries:
+        return libraries.Libraries(self.proxy, self.standin)
 
     @property
     def real(self) -> Path:
         return self.standin / "libcuda.so.1"
 
     def program(self, name: str, *, direct: bool = False, sources: tuple[str, ...] = ()) -> Path:
-        """programs/NAME.c compiled, with `sources` of the proxy's; `direct` links it with libcuda.so.1."""
+        """Compile programs/NAME.c with `sources` of the proxy; `direct` links it with libcuda.so.1."""
         key = f"{name}-direct" if direct else name
         if key not in self._built:
             target = self.programs / key
@@ -71,19 +73,25 @@ class Libraries:
             command += [f"-fsanitize={self.sanitize}"] if self.sanitize else []
             command += [f"-I{source.parent}" for source in made] + [str(source) for source in made]
             command += ["-DDIRECT", str(self.real)] if direct else []
-            subprocess.run([*command, "-ldl", "-lpthread"], check=True, timeout=DEADLINE_S)
+            subprocess.run([*command, "-ldl", "-lpthread"], check=True, timeout=BUILD_S)
             self._built[key] = target
         return self._built[key]
 
     def environment(self, *, proxied: bool, **extra: str) -> dict[str, str]:
-        """Where a program finds the stand-in, alone or behind the proxy. Nothing of the caller's leaks in."""
+        """Return the environment of a program that uses the stand-in, alone or behind the proxy.
+
+        No variable of the caller leaks in. A name in lower case is a field of MPSD_DEBUG.
+        """
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         folder = self.proxy if proxied else self.standin
         named = {"MPSD_REAL_LIBCUDA": str(self.real)} if proxied else {}
-        # What the driver is given is counted, call by call: each thread gives its own.
-        relay = {"MPSD_FAILOVER_RELAY": os.environ.get("MPSD_TEST_RELAY", "off")}
-        options = relay | {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
-        return {**kept, **options, "LD_LIBRARY_PATH": str(folder), **named, **extra}
+        # Tests count the driver's calls one by one, so each thread makes its own.
+        fields = {"relay": os.environ.get("MPSD_TEST_RELAY", "off")}
+        fields |= {name: value for name, value in extra.items() if name.islower()}
+        variables = {name: value for name, value in extra.items() if not name.islower()}
+        options = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+        options |= debug.variable(**fields)
+        return {**kept, **options, "LD_LIBRARY_PATH": str(folder), **named, **variables}
 
 
 def build_libraries(folder: Path, sanitize: str = "") -> Libraries:
@@ -100,9 +108,9 @@ def build_libraries(folder: Path, sanitize: str = "") -> Libraries:
 
 
 def session_libraries(factory: pytest.TempPathFactory) -> Libraries:
-    """Those without sanitizers, built once for all tests of this session."""
+    """The libraries without sanitizers, built once for all tests of this session."""
     own = factory.getbasetemp()
-    # pytest-xdist gives each of its processes a folder in one that is the session's.
+    # pytest-xdist gives each of its processes a folder inside the session's.
     return _built(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own, own)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mpsd.errors import DeniedError, NotFoundError
-from mpsd.listener import Limits, Listener, Peer
+from mpsd.base.errors import DeniedError, NotFoundError
+from mpsd.peers import Limits, Listener, Peer
 from mpsd.wire import zmtp
 from mpsd.wire.messages import MAX_ANSWER_BYTES, Request
 
@@ -23,7 +23,7 @@ Event = tuple[int, frozenset[int], Mapping[str, object]]
 
 
 class RunningListener:
-    """Answers like a small daemon: client 4711 belongs to `owner`. Use as a context."""
+    """A context: a listener that answers like a small daemon. Client 4711 belongs to `owner`."""
 
     def __init__(
         self, path: Path, limits: Limits | None = None, history: Sequence[Event] = (), owner: int = 0
@@ -72,7 +72,7 @@ class RunningListener:
         self.call(all_at_once())
 
     def let_go(self) -> None:
-        """Let the requests that wait for it end."""
+        """End the requests that wait for `release`."""
         self._loop.call_soon_threadsafe(self.release.set)
 
     def __enter__(self) -> RunningListener:
@@ -97,7 +97,7 @@ class RunningListener:
 
 
 class RawClient:
-    """A socket that says what it likes."""
+    """A socket that sends any bytes."""
 
     def __init__(self, path: Path, *, handshake: bool = True) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -125,7 +125,7 @@ class RawClient:
         self.socket.sendall(frame(payload))
 
     def receive(self) -> bytes:
-        """One frame. Raises EOFError when the daemon closes the connection."""
+        """Return one frame. Raises EOFError if the daemon closes the connection."""
         while not self._frames:
             data = self.socket.recv(65536)
             if not data:
@@ -134,7 +134,7 @@ class RawClient:
         return self._frames.pop(0)
 
     def until_closed(self) -> None:
-        """Read until the daemon closes the connection. Raises TimeoutError when it does not."""
+        """Read until the daemon closes the connection. Raises TimeoutError if the daemon does not."""
         end = time.monotonic() + DEADLINE_S
         try:
             while self.socket.recv(65536):
@@ -153,7 +153,7 @@ class RawClient:
 
 
 def frame(payload: bytes, flags: int = 0) -> bytes:
-    """A ZMTP frame in its long form."""
+    """Return a ZMTP frame in its long form."""
     return struct.pack(">BQ", flags | 2, len(payload)) + payload
 
 

@@ -1,4 +1,4 @@
-"""What a long run of the tests does in addition: more cases of what every run has some of."""
+"""Cases that only a long run of the tests adds: more of those of which every run has some."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ T = TypeVar("T")
 
 
 def of(all_of_them: T, some: T) -> T:
-    """`some` where the run is no long one."""
+    """Return `some` unless this is a long run."""
     return all_of_them if LONG else some

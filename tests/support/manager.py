@@ -1,8 +1,8 @@
 """A small stand-in for systemd: notifications, descriptor store, start and restart of one service.
 
-It takes datagrams like sd_notify(3) describes in a thread, keeps what it was told, and starts the
-service with LISTEN_FDS as sd_listen_fds(3) describes. As systemd does, it hands stored descriptors
-over in an order of its own (newest first), and of one open file it keeps the first descriptor only.
+A thread receives datagrams as sd_notify(3) describes and keeps them. The service starts with LISTEN_FDS as in
+sd_listen_fds(3). As systemd does, it passes stored descriptors in an order of its own (newest first), and
+keeps only the first descriptor of each open file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from mpsd.linux.samefile import same_file
+from mpsd.os.samefile import same_file
 
 DEADLINE_S = 20.0
 
@@ -37,7 +37,7 @@ os.execv(sys.argv[2 + count], sys.argv[2 + count:])
 
 
 class Manager:
-    """A context manager; `store_max` is FileDescriptorStoreMax, FDSTORE is told when `tells`."""
+    """A context manager. `store_max` is FileDescriptorStoreMax; `tells`: FDSTORE is in the environment."""
 
     def __init__(
         self, directory: Path, *, store_max: int = 64, tells: bool = True, abstract: bool = False
@@ -74,12 +74,12 @@ class Manager:
             os.close(fd)
 
     def environment(self) -> dict[str, str]:
-        """What the service finds besides LISTEN_PID and LISTEN_FDS."""
+        """Return the service's variables besides LISTEN_PID and LISTEN_FDS."""
         told = {"FDSTORE": str(self.store_max)} if self.tells else {}
         return {"NOTIFY_SOCKET": self.address, **told}
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start the service with all that is stored; call again after its death to restart it."""
+        """Start the service with all stored descriptors; after its death, restart it."""
         passed = list(reversed(self.stored))
         names = ":".join(name for name, _ in passed)
         variables = {**environ, **self.environment()}
@@ -91,14 +91,14 @@ class Manager:
         return self.process
 
     def kill(self) -> None:
-        """SIGKILL the service, if any, and reap it. What it stored stays."""
+        """SIGKILL the service, if any, and reap it. Its stored descriptors stay."""
         if self.process is not None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait(DEADLINE_S)
             self.process = None
 
     def wait_for(self, key: str, value: str | None = None) -> dict[str, str]:
-        """The first message with this assignment, waited for; it is taken out of `messages`."""
+        """Wait for the first message with this assignment. Remove it from `messages` and return it."""
 
         def found() -> dict[str, str] | None:
             for message in self.messages:

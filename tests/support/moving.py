@@ -1,4 +1,4 @@
-"""The daemon's end of failover.sock, as tests play it."""
+"""The daemon's end of failover.sock, played by tests."""
 
 from __future__ import annotations
 
@@ -56,14 +56,17 @@ class Line:
         value: int = 0,
         number: int = 0,
     ) -> None:
-        """`planned` and `again`: of a MOVE; `lazy`, `short`, `look`, `left`: of a WELCOME; `value`: of a GIVE
-        or ROOM, and `number`: of a ROOM."""
+        """Send a message.
+
+        `planned` and `again` belong to MOVE; `lazy`, `short`, `look`, `left` to WELCOME; `value` to GIVE or
+        ROOM; `number` to ROOM.
+        """
         values = (int(planned or lazy or value), int(again or short or number), int(look), int(left), 0, 0)
         words = (path.encode(), text.encode())
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))
 
     def move(self, generation: int, *, planned: bool = False, again: int = 0) -> Said:
-        """What the program says when it is told to move, but for an error of its own: MOVED or STAYED."""
+        """Send MOVE. Return the program's answer, MOVED or STAYED; an OWN_ERROR before it is skipped."""
         self.say(MOVE, generation, planned=planned, again=again)
         said = self.hear(MOVED, STAYED, OWN_ERROR)
         while said.kind == OWN_ERROR:
@@ -71,7 +74,7 @@ class Line:
         return said
 
     def hear(self, *kinds: int) -> Said:
-        """The next that is said, which must be of these kinds; what is UNSURE is kept aside otherwise."""
+        """Return the next message, which must be of these kinds. UNSURE is kept aside unless requested."""
         said = self._next()
         while said.kind == UNSURE and UNSURE not in kinds:
             self.unsure.append(said.text)
@@ -80,7 +83,7 @@ class Line:
         return said
 
     def why_unsure(self) -> str:
-        """Why something cannot be done again; it may be told before a move has ended, or after."""
+        """Return why something cannot be replayed. The message may come before or after the end of a move."""
         return self.unsure.pop(0) if self.unsure else self.hear(UNSURE).text
 
     def _next(self) -> Said:
@@ -89,11 +92,11 @@ class Line:
         return Said(kind, generation, tuple(rest[:6]), rest[7].rstrip(b"\0").decode())
 
     def is_silent(self, seconds: float = 0.0) -> bool:
-        """It has said nothing that was not heard, and does not within that time, which may be too short."""
+        """Return whether no message is left to read, or comes within that time, which may be too short."""
         return not select.select([self._sock], [], [], seconds)[0]
 
     def is_read(self) -> bool:
-        """It has taken all that was said."""
+        """Return whether the program has read all messages."""
         return fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4)) == bytes(4)
 
     def close(self) -> None:
@@ -125,13 +128,15 @@ class Post:
         look: bool = False,
         left: bool = False,
     ) -> Line:
-        """The next program, which has said HELLO and is granted that mode. `short`, `look`, `left`: it may
-        say SHORT, LOOKED, and LEFT."""
+        """Accept the next program, which has said HELLO, and grant it that mode.
+
+        `short`, `look`, `left`: the program may send SHORT, LOOKED, and LEFT.
+        """
         line = self.accept()
         line.mode = mode
         line.hear(HELLO)
         line.say(WELCOME, lazy=lazy, short=short, look=look, left=left)
-        # It is in the mode that it wished until it has read that.
+        # Until it has read the answer, the program is in the mode that it requested.
         until(line.is_read)
         return line
 

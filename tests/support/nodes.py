@@ -1,11 +1,11 @@
-"""What cuda.h calls node parameters, for ctypes, and graphs made node by node in few words."""
+"""Node parameters of cuda.h for ctypes, and graphs built node by node."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
 
-from faultinject.measure.failover_driver import Driver
+from faultinject.programs.devices.instance import Driver
 from tests.support.rows import DEVICE, Box, box
 
 KERNEL, MEMCPY, MEMSET, HOST, GRAPH, EMPTY = range(6)
@@ -32,7 +32,7 @@ class KernelParams(ctypes.Structure):
 
 
 class SetParams(ctypes.Structure):
-    """CUDA_MEMSET_NODE_PARAMS, and behind it the context that the newer one has."""
+    """CUDA_MEMSET_NODE_PARAMS, and behind it the context of the newer structure."""
 
     _fields_ = [
         ("dst", _HANDLE),
@@ -92,11 +92,11 @@ class Instantiation(ctypes.Structure):
 
 
 ADD = (_HANDLE, _HANDLE, _WORD)
-"""Parameters of the stand-in's kernels that add and fill: address, how many words, value."""
+"""Parameters of the stand-in's add and fill kernels: address, number of words, value."""
 
 
 class Nodes:
-    """Graphs of one driver. Calls raise DriverError where they do not answer with its code."""
+    """Graphs of one driver. Calls raise DriverError unless they return the driver's code."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -152,7 +152,7 @@ class Nodes:
         return NodeParams(type=kind, is_=_Union(**given))
 
     def host(self, graph: int, does: Callable[[], object], after: Sequence[int] = ()) -> int:
-        """A function of the host's."""
+        """Add a host callback."""
         function = _FUNCTION(lambda _: does() and None)
         self._held.append(function)
         given = HostParams(fn=ctypes.cast(function, ctypes.c_void_p).value)
@@ -166,7 +166,7 @@ class Nodes:
         return self._driver.made("cuGraphInstantiateWithFlags", graph, 0)
 
     def uploaded(self, graph: int, stream: int) -> int:
-        """With the flag that asks for it, and the stream."""
+        """Instantiate a graph with the upload flag and a stream."""
         given = Instantiation(flags=2, stream=stream, result=-1)
         made = self._driver.made("cuGraphInstantiateWithParams", graph, ctypes.byref(given))
         assert given.result == 0

@@ -1,4 +1,4 @@
-"""The other end of a program that obeys: each line that it reads is an expression, answered with its repr."""
+"""The test's end of a program that evaluates each line it reads and answers with the value's repr."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Obeys:
-    """A subclass starts `process`, with text pipes, and waits until it says that it is `there`."""
+    """A base class. A subclass starts `process`, with text pipes, and waits for its line `there`."""
 
     process: subprocess.Popen[str]
 

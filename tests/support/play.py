@@ -1,11 +1,9 @@
-"""Programs that keep to the protocol of fail-over, and a daemon's mind, in a time of their own.
+"""Programs that keep to the fail-over protocol, and a daemon's state, in simulated time.
 
-Each program has one truth: where it lives, and in which domains it has contexts. What it says is that, a
-little later; what it does with what it is told is what clients/libcuda does. Faults, deaths, drains,
-connections that end and restarts of the daemon come at random, by a seed. When all has come to rest the mind
-has to agree with the truth, nobody may still wait for anything, and no domain may be left over.
-
-Long because programs, daemon and chance share one time and one truth.
+Each program has one truth: the domain of its work, and the domains of its contexts. Its messages report that
+truth a little later; it follows orders as clients/libcuda does. Faults, exits, drains, closed connections and
+restarts of the daemon come at random, from a seed. At rest, the state must agree with the truth, no program
+may still wait, and no domain may be left over.
 """
 
 from __future__ import annotations
@@ -15,13 +13,21 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mpsd.base.model import (
+    ExceptionOwner,
+    FailoverMode,
+    Liveness,
+    ProcessInstance,
+    Reclaimable,
+    ReplayMode,
+    ServerState,
+)
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core import memberevents as mev
 from mpsd.core.events import DomainRole
-from mpsd.core.standby import Standing, Turn
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Standing, Turn
 from mpsd.core.state import DomainState, Policy, State
-from mpsd.model import Again, FailoverMode, Liveness, ProcessInstance, ServerState, Spared, Whose
 from tests.support.core import GPU, OUT_OF_RANGE, SLOT, UID, World, facts, kernel_xid, process, server_of
 
 LASTS_S, RESTS_S = 20.0, 70.0
@@ -29,14 +35,17 @@ IN_USE = (DomainState.ACTIVE, DomainState.WARM)
 NO_SERVER = (DomainState.STARTING, DomainState.STOPPING, DomainState.FAILED)
 GIVES_UP_S = 11.0
 REMEMBERED_S = 30.0
-Word = fx.OfferStandby | fx.StandDown | fx.Move | fx.HaveTurn | fx.GiveMemory
-WORDS = (fx.OfferStandby, fx.StandDown, fx.Move, fx.HaveTurn, fx.GiveMemory)
+Word = fx.OfferStandby | fx.StandDown | fx.Move | fx.GrantTurn | fx.RequestMemory
+WORDS = (fx.OfferStandby, fx.StandDown, fx.Move, fx.GrantTurn, fx.RequestMemory)
 
 
 @dataclass(eq=False)
 class Program:
-    """`lives`: the domain of its work. `offered`: the generation that it was told of last. `makes`: so many
-    times what it does again faults again. `waits`: for its turn."""
+    """A simulated program. `lives`: the domain of its work.
+
+    `offered`: the generation last offered. `makes`: so many of its replays fault again. `waits`: for its
+    turn.
+    """
 
     process: ProcessInstance
     mode: FailoverMode
@@ -52,7 +61,7 @@ class Program:
 
     @property
     def generation(self) -> int:
-        """As HELLO has it: 0 in its first context."""
+        """The generation in HELLO: 0 in the first context."""
         return int(self.lives[1:]) if self.lives != self.first else 0
 
     def __post_init__(self) -> None:
@@ -61,23 +70,29 @@ class Program:
 
 
 class Play:
-    """`restarts`: the daemon does, too, and knows then what was written down up to 0.3 s before. `apart`: no
-    fault comes while what was in flight at the one before is done again, so that nobody else may be named."""
+    """A random history of one slot.
+
+    `restarts`: the daemon restarts, too, and knows then what was written down up to 0.3 s before. `apart`: no
+    fault comes during the replay after another, so that only its offender may be named.
+    """
 
     def __init__(self, seed: int, *, restarts: bool = False, apart: bool = False) -> None:
         self.random = chance = random.Random(seed)
         self.restarts, self.apart = restarts, apart
         self.makers: dict[ProcessInstance, float] = {}
+        self.faulted_by: dict[str, ProcessInstance] = {}
         policy = Policy(
             failover=FailoverMode.EXACT,
             spare=chance.random() < 0.7,
             moves_per_minute=chance.choice([2, 6, 100]),
             evict_offender=chance.random() < 0.8,
+            clients_per_domain=random.Random(f"full-{seed}").choice([2, 3, 48, 48]),
         )
         self.world = World(policy)
         self.programs: dict[ProcessInstance, Program] = {}
         self.lost: set[str] = set()
         self.wrong: list[str] = []
+        self.told: set[tuple[int, ProcessInstance]] = set()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._past: list[tuple[float, State]] = []
@@ -95,9 +110,9 @@ class Play:
             self._perform(effect)
 
     def run(self) -> list[str]:
-        """What is wrong when all has come to rest."""
+        """Run the history. Return what is wrong when all programs are at rest."""
         self.do(ev.SlotWanted(SLOT, (GPU,), UID))
-        self.do(ev.CopiesSeen(""))
+        self.do(ev.DriverFilesSeen(""))
         until = self.world.now + LASTS_S
         self.after(0.5, lambda: self._chance(until))
         while self._queue and self._queue[0][0] < until + RESTS_S:
@@ -106,7 +121,7 @@ class Play:
             act()
         return [*self.wrong, *self._is_wrong_at_rest()]
 
-    # The daemon's hands
+    # The daemon's adapters
 
     def _perform(self, effect: fx.Effect) -> None:
         match effect:
@@ -127,7 +142,11 @@ class Play:
             case fx.ConfirmWork(client) | fx.ProbeWork(client):
                 self.after(0.05, lambda: self.do(ev.WorkEnded(client, "gone")))
             case fx.Record(record) if self.apart and record.offender is not None:
-                self._is_named(record.offender.id.process)
+                who = record.offender.id.process
+                # Later revisions repeat the name.
+                if (record.id, who) not in self.told:
+                    self.told.add((record.id, who))
+                    self._is_named(who, record.domain)
             case _ if isinstance(effect, WORDS):
                 self.after(0.001, lambda: self._hear(effect))
 
@@ -175,23 +194,23 @@ class Play:
             case fx.Move(_, generation):
                 stayed = mev.MemberStayed(program.process, generation, "no standby")
                 self.after(0.001, lambda: self._say(program, stayed))
-            case fx.HaveTurn(_, generation) if program.waits:
+            case fx.GrantTurn(_, generation) if program.waits:
                 program.waits = False
                 self.after(self.random.choice([0.005, 0.2]), lambda: self._do_again(program, generation))
-            case fx.GiveMemory(_, spared):
+            case fx.RequestMemory(_, spared):
                 self._give(program, spared)
 
     def _say(self, program: Program, event: ev.Event) -> None:
         if program.alive and program.connected:
             self.do(event)
 
-    def _give(self, program: Program, spared: Spared) -> None:
+    def _give(self, program: Program, spared: Reclaimable) -> None:
         gives = self.random.random() < 0.6
-        if gives and spared is Spared.STANDBY and program.ready:
+        if gives and spared is Reclaimable.STANDBY and program.ready:
             program.ready = False
             needed = mev.MemberUnready(program.process, program.offered, "its memory was needed", True)
             self.after(0.001, lambda: self._say(program, needed))
-        gave = mev.MemberGave(program.process, 1 << 20 if gives else 0, spared)
+        gave = mev.MemberReleasedMemory(program.process, 1 << 20 if gives else 0, spared)
         self.after(0.002, lambda: self._say(program, gave))
 
     def _make(self, program: Program, generation: int) -> None:
@@ -215,16 +234,22 @@ class Play:
             return
         program.lives, program.offered = f"d{word.generation}", 0
         in_flight = program.works or program.makes > 0
-        program.waits = word.again in (Again.IN_TURN, Again.AT_ONCE) and in_flight and program.connected
+        program.waits = (
+            word.again in (ReplayMode.IN_TURN, ReplayMode.AT_ONCE) and in_flight and program.connected
+        )
         waits = program.waits
-        if word.again is Again.IN_TURN and self.random.random() < 0.6:
-            whose = Whose.OWN if program.makes else self.random.choice(list(Whose)[:1] + [Whose.OTHERS] * 2)
-            self._say(program, mev.MemberLooked(program.process, word.generation, whose))
+        if word.again is ReplayMode.IN_TURN and self.random.random() < 0.6:
+            whose = (
+                ExceptionOwner.OWN
+                if program.makes
+                else self.random.choice(list(ExceptionOwner)[:1] + [ExceptionOwner.OTHERS] * 2)
+            )
+            self._say(program, mev.MemberFoundCode(program.process, word.generation, whose))
         if waits:
             self.after(GIVES_UP_S, lambda: self._give_up(program, word.generation), exact=True)
         moved = mev.MemberMoved(program.process, word.generation, 1, 2, 3, replayed=100, waits=waits)
         self._say(program, moved)
-        if waits and word.again is Again.AT_ONCE:
+        if waits and word.again is ReplayMode.AT_ONCE:
             program.waits = False
             self.after(0.02, lambda: self._do_again(program, word.generation))
 
@@ -243,6 +268,7 @@ class Play:
         if program.makes:
             program.makes -= 1
             self.makers[program.process] = self.world.now
+            self.faulted_by.setdefault(where, program.process)
             self._lose(where)
         elif self.random.random() < 0.2:
             runs_on = mev.MemberDone(program.process, generation, 5, 6, runs_on=True)
@@ -255,10 +281,10 @@ class Play:
         if program.lives == f"d{generation}" and program.lives not in self.lost:
             self._say(program, mev.MemberDone(program.process, generation, 5, 6))
 
-    # What comes between
+    # Events
 
     def _lose(self, domain: str, *, dies: bool = False) -> None:
-        """`dies`: its server, where nobody works."""
+        """Fault a domain. `dies`: its server exits, in a domain without work."""
         there = self.world.state.domains.get(domain)
         if domain in self.lost or there is None or there.state in NO_SERVER:
             return
@@ -304,7 +330,7 @@ class Play:
                 self.do(mev.MemberLeft(program.process))
 
     def _restart(self) -> None:
-        """Of the domains it knows all, of the programs what was written down."""
+        """Restart the daemon. It knows all domains, but of the programs only what was written down."""
         old, known = self.world.state, self.world.now - self.random.choice([0.0, 0.1, 0.3])
         written = next((state for at, state in reversed(self._past) if at <= known), old)
         slot = old.slots[SLOT]
@@ -323,22 +349,25 @@ class Play:
             role = {slot.active: DomainRole.ACTIVE, slot.spare: DomainRole.SPARE}.get(d.id, DomainRole.OLD)
             at = ServerState.FAULT if d.state is DomainState.FAULTED else ServerState.ACTIVE
             here = at if d.server else ServerState.GONE
-            self.do(ev.DomainAdopted(d.id, SLOT, role, d.state, d.control, d.server, here, d.bereft))
-        for member in written.members.values():
-            if self.programs[member.process].alive and member.home:
-                left = member.reason if member.standing is Standing.LEFT_BEHIND else ""
-                self.do(mev.MemberRestored(member.process, UID, member.mode, member.home, left))
+            found = (d.control, d.server, here, d.bereft, d.private)
+            self.do(ev.DomainAdopted(d.id, SLOT, role, d.state, *found))
+        for participant in written.members.values():
+            if self.programs[participant.process].alive and participant.home:
+                left = participant.reason if participant.standing is Standing.LEFT_BEHIND else ""
+                self.do(
+                    mev.MemberRestored(participant.process, UID, participant.mode, participant.home, left)
+                )
         for client in sorted(old.clients.values(), key=lambda c: c.noticed):
             known_there = client.living and client.id.domain in self.world.state.domains
             if known_there and self.programs[client.id.process].alive:
                 self.do(ev.ClientNoticed(client.id.domain, facts(client.id.process.pid)))
         self.do(ev.AdoptionDone())
-        self.do(ev.CopiesSeen(""))
+        self.do(ev.DriverFilesSeen(""))
         for domain in [name for name in self.world.state.domains if name in self.lost]:
             self.after(0.3, lambda name=domain: self._answer(name))  # type: ignore[misc]
 
     def _stopping(self, state: State) -> set[str]:
-        """Those that end with the daemon's helper, whether or not there is a daemon."""
+        """Return the domains that end with the daemon's process, whether or not a daemon runs."""
         ending = {d.id for d in state.domains.values() if d.state in NO_SERVER}
         self.lost |= ending
         return ending
@@ -364,7 +393,7 @@ class Play:
         elif what < 0.96:
             short = self.random.choice(living)
             self._number += 1
-            self._say(short, mev.MemberShort(short.process, 1 << 30, 0, self._number))
+            self._say(short, mev.MemberWantsMemory(short.process, 1 << 30, 0, self._number))
         else:
             self._number += 1
             who = self.random.choice(living).process
@@ -372,22 +401,25 @@ class Play:
         if self.world.now < until:
             self.after(self.random.choice([0.02, 0.3, 2.0]), lambda: self._chance(until))
 
-    def _is_named(self, who: ProcessInstance) -> None:
-        made_it = self.world.now - self.makers.get(who, 0.0) < REMEMBERED_S
+    def _is_named(self, who: ProcessInstance, domain: str | None) -> None:
+        # A program that was not ready may move, and find its fault, long after it.
+        is_recent = self.world.now - self.makers.get(who, 0.0) < REMEMBERED_S
+        made_it = is_recent or self.faulted_by.get(domain or "") == who
         if self.programs[who].alive and not made_it:
             self.wrong.append(f"{who} is named, who made no fault")
 
     def _is_late(self) -> bool:
-        """Whether somebody is still taken to have made what comes."""
+        """Return whether a program still counts as the offender of the next fault."""
         state, now = self.world.state, self.world.now
         return any(now < one.named for domain in state.domains.values() for one in domain.unproven)
 
     def _fault(self, offender: Program, living: list[Program]) -> None:
-        members = self.world.state.members.values()
-        moving = any(m.turn is not Turn.NONE or m.standing is Standing.MOVING for m in members)
+        participants = self.world.state.members.values()
+        moving = any(m.turn is not Turn.NONE or m.standing is Standing.MOVING for m in participants)
         if self.apart and (moving or self._is_late()):
             return
         self.makers[offender.process] = self.world.now
+        self.faulted_by.setdefault(offender.lives, offender.process)
         offender.makes = self.random.choice([0, 1, 1, 3])
         for program in living:
             program.works = self.random.random() < 0.6
@@ -397,16 +429,20 @@ class Play:
 
     def _is_wrong_at_rest(self) -> list[str]:
         state, found = self.world.state, []
-        for member in state.members.values():
-            program = self.programs[member.process]
-            if member.turn is not Turn.NONE or member.standing is Standing.MOVING:
-                found.append(f"{member.process} still {member.turn or member.standing}")
-            here = program.lives == member.home or program.lives in self.lost
+        for participant in state.members.values():
+            program = self.programs[participant.process]
+            if participant.turn is not Turn.NONE or participant.standing is Standing.MOVING:
+                found.append(f"{participant.process} still {participant.turn or participant.standing}")
+            here = program.lives == participant.home or program.lives in self.lost
             if program.alive and program.connected and not here:
-                found.append(f"{member.process} is taken to live in {member.home}, not {program.lives}")
-            given_up = member.standing in (Standing.LEFT_BEHIND, Standing.UNREADY)
+                found.append(
+                    f"{participant.process} is taken to live in {participant.home}, not {program.lives}"
+                )
+            given_up = participant.standing in (Standing.LEFT_BEHIND, Standing.UNREADY)
             if program.alive and program.connected and program.lives in self.lost and not given_up:
-                found.append(f"{member.process} stays in {program.lives}, which was lost: {member.standing}")
+                found.append(
+                    f"{participant.process} stays in {program.lives}, which was lost: {participant.standing}"
+                )
         active = state.domains.get(state.slots[SLOT].active or "")
         if active is None or active.state is not DomainState.ACTIVE:
             found.append("no domain is in use")
@@ -417,5 +453,8 @@ class Play:
         return found
 
     def _waits_there(self, domain: str) -> bool:
-        """Who lives nowhere any more, and was not ready when there was a place, is taken to be there."""
-        return any(member.home == domain for member in self.world.state.members.values())
+        """Return whether the state takes a program to be in this domain.
+
+        A program that lost its domain, and was not ready for the next one, stays recorded there.
+        """
+        return any(participant.home == domain for participant in self.world.state.members.values())

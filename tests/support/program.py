@@ -1,14 +1,14 @@
-"""A client program as a test holds it: told what to do, heard, pinned."""
+"""A test's handle of a client program: commands, messages, a pinned pid."""
 
 from __future__ import annotations
 
 import signal
 from typing import Self
 
-from faultinject.history import Entry
-from faultinject.worker import Worker
-from mpsd.linux.pinned import Pinned
-from mpsd.model import ProcessInstance
+from faultinject.registry.history import Entry
+from faultinject.rig.worker import Worker
+from mpsd.base.model import ProcessInstance
+from mpsd.os.pinned import Pinned
 from tests.support.waiting import DEADLINE_S
 
 
@@ -34,34 +34,34 @@ class Program:
         return self.pinned.instance
 
     def ready(self) -> Self:
-        """Wait until it has its context and has run a kernel."""
-        said = self.must("ready", "error", "outcome")
+        """Wait until the program has its context and has run a kernel."""
+        said = self.require("ready", "error", "outcome")
         assert said.what == "ready", said
         assert (said.data["pid"], said.data["start_ticks"]) == (self.pid, self.instance.start_ticks)
         return self
 
-    def must(self, *whats: str) -> Entry:
-        return self.worker.must(*whats, timeout=DEADLINE_S)
+    def require(self, *kinds: str) -> Entry:
+        return self.worker.require(*kinds, timeout=DEADLINE_S)
 
     def go(self) -> None:
         self.worker.tell("go")
 
     def failure(self) -> int:
-        """The CUDA error that it met; 0 when it did its deed and met none."""
-        return int(self.must("outcome", "error").data["code"])
+        """Return the CUDA error that the program met; 0 if its fault caused none."""
+        return int(self.require("outcome", "error").data["code"])
 
     def gone(self) -> int:
-        """Wait for its end; the exit status, negative for a signal."""
-        return int(self.must("gone").data["status"])
+        """Wait for the program's end. Return its exit status, negative for a signal."""
+        return int(self.require("gone").data["status"])
 
     def kill(self) -> None:
         self.worker.signal(signal.SIGKILL)
         assert self.gone() == -signal.SIGKILL
 
     def unharmed(self) -> None:
-        """End it in order: every result that it computed must have been right, and none missing."""
+        """End the program in order: every result that it computed must have been right, and none missing."""
         self.worker.tell("stop")
-        said = self.must("done", "error", "wrong")
+        said = self.require("done", "error", "wrong")
         assert said.what == "done", said
         assert said.data["wrong"] == 0
         assert said.data["steps"] > 0

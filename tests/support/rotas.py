@@ -1,16 +1,31 @@
-"""Rotas played out: processes that do what mpsd-standby has them do."""
+"""Schedulers of mpsd-standby, with simulated processes that follow their orders."""
 
 from __future__ import annotations
 
-from mpsd_client.rota import Action, End, GiveTurn, Leave, Left, LetGo, Role, Rota, Say, Settle, Start
+from mpsd_client.standby.schedule import (
+    Action,
+    End,
+    GiveTurn,
+    Leave,
+    ReleaseMemory,
+    RemainingWork,
+    Role,
+    Say,
+    Scheduler,
+    Settle,
+    Start,
+)
 
 
 class Play:
-    """A rota whose processes do at once what they are told; with `hear`, those that are ready can be told to
-    let go, which they do not do before `leaves`, and those in `slow` end when they are let `die`."""
+    """A scheduler with processes that follow its orders at once.
+
+    `hear`: ready processes can be told to release their memory, which they do only at `leaves`. Processes in
+    `slow` end only at `die`.
+    """
 
     def __init__(self, *, warm: bool = True, restarts: int = 5, hear: bool = False) -> None:
-        self.rota = Rota(warm=warm, restarts=restarts)
+        self.rota = Scheduler(warm=warm, restarts=restarts)
         self.hear = hear
         self.slow: set[int] = set()
         self.told: set[int] = set()
@@ -40,7 +55,7 @@ class Play:
                     free = [n for n in range(self.domain, self.domain + 9) if f"d{n}" not in self.lost]
                     self.domain, domain = free[0], free[role is Role.STANDBY]
                     self.do(self.rota.started(self.pid, f"d{domain}"))
-                case LetGo(number):
+                case ReleaseMemory(number):
                     assert number in self.alive and number not in self.told
                     self.told.add(number)
                 case End(number):
@@ -50,7 +65,7 @@ class Play:
                         self.die(number)
                 case Settle(number):
                     assert number not in self.alive
-                    self.do(self.rota.settled(number, Left.NOTHING))
+                    self.do(self.rota.settled(number, RemainingWork.NOTHING))
                 case GiveTurn(number):
                     assert number in self.alive
                     assert {pid for pid in self.alive if pid < number} <= self.left, "beside who has it still"
@@ -69,7 +84,7 @@ class Play:
     def ready(self, *pids: int) -> Play:
         for pid in pids:
             if self.hear and self.rota.working is not None and self.rota.working.number == pid:
-                self.do(self.rota.hears(pid))
+                self.do(self.rota.can_release(pid))
             self.do(self.rota.ready(pid, self.now))
         return self
 
@@ -80,7 +95,7 @@ class Play:
 
     def leaves(self, pid: int) -> Play:
         self.left.add(pid)
-        self.do(self.rota.left(pid, self.now))
+        self.do(self.rota.memory_released(pid, self.now))
         return self
 
     def exits(self, pid: int, status: int) -> Play:
@@ -91,11 +106,11 @@ class Play:
 
     def lose(self, domain: str, *, work_too: bool = True, faulted: bool = True) -> Play:
         self.lost |= {domain} if work_too else set()
-        self.do(self.rota.lost(domain, "fault", self.now, work_too=work_too, faulted=faulted))
+        self.do(self.rota.domain_left(domain, "fault", self.now, work_lost=work_too, faulted=faulted))
         self.do(self.rota.wants_standby())
         return self
 
 
 def both() -> Play:
-    """100 works in d1, 101 waits in d2."""
+    """Return a scheduler with both processes: 100 works in d1, 101 waits in d2."""
     return Play().begin().ready(100, 101)

@@ -1,4 +1,4 @@
-"""CUDA_MEMCPY2D and CUDA_MEMCPY3D for ctypes, and copies of rows in few words."""
+"""CUDA_MEMCPY2D and CUDA_MEMCPY3D for ctypes, and copies of rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Side = tuple[int, int, int]
 
 
 def plane(to: Side, source: Side, width: int, height: int, **more: int) -> Plane:
-    """Rows of `width` bytes; `more` are fields by their names."""
+    """Return a copy of rows of `width` bytes; `more` are further fields by name."""
     given = Plane(WidthInBytes=width, Height=height, **more)
     _sides(given, to, source)
     return given

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from faultinject.measure.failover_driver import Driver
+from faultinject.programs.devices.instance import Driver
 
 
 class Segment:
-    """Addresses in which memory is mapped piece by piece; the buffer's words lie in the first two."""
+    """An address range mapped segment by segment; the buffer's words are in the first two segments."""
 
     PIECE, MOST = 2 << 20, 4
 
@@ -24,7 +24,7 @@ class Segment:
         self.handles.append(handle)
 
     def swap(self) -> None:
-        """Other memory, of zeros, from the buffer's fourth word on."""
+        """Replace the second segment by one of zeros, which begins at the buffer's fourth word."""
         address = self.base + self.PIECE
         self._driver.unmap(address, self.handles[1])
         self.handles[1] = self._driver.create()

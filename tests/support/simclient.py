@@ -1,8 +1,8 @@
-"""A client of the simulated GPU that obeys a test. Run as a file, with the standard library alone.
+"""A client of the simulated GPU under a test's command. Run as a file, with the standard library alone.
 
 `obey`: each line of the input is a Python expression on `dev` (and `os`, `sys`); the answer is a line of
-JSON. `work`: counts on the GPU and checks every result until its input ends, then says how many.
-A second argument is the user to become: only here, for the interpreter may be out of that user's reach.
+JSON. `work`: computes on the GPU and checks every result until its input ends, then reports how many. A
+second argument is the user to become: only here, for that user may be unable to read the interpreter.
 """
 
 import ctypes  # noqa: F401 - the client needs it, and cannot load it as somebody else
@@ -24,18 +24,21 @@ def say(**what: object) -> None:
 
 
 def obey(dev: SimulatedDevice) -> None:
-    # Not sys.stdin: what it reads ahead would be lost to a program that takes this one's place.
+    # Not sys.stdin: its read-ahead would be lost to a program that this one execs.
     known: dict[str, object] = {"dev": dev, "os": os, "sys": sys, "say": say}
 
     def guard(vault_socket: str) -> int:
-        """From now on `zoned` allocates with guard zones; bytes of them that the daemon grants."""
+        """Let `zoned` allocate with guard zones from now on.
+
+        Return the bytes of zones that the daemon grants.
+        """
         from tests.support.guardzones import GuardedDevice
 
         known["zoned"] = GuardedDevice(dev, vault_socket)
         return known["zoned"].granted
 
     def failover(socket_path: str, mode: str = "keep") -> list[object]:
-        """Say HELLO on failover.sock; `fo` goes on from there. What was answered."""
+        """Say HELLO on failover.sock, and keep the connection as `fo`. Return the answer."""
         from tests.support.failovering import FailoverProgram
 
         known["fo"] = FailoverProgram(known, socket_path)
@@ -76,6 +79,9 @@ def become(uid: int) -> None:
 
 def main() -> None:
     if len(sys.argv) > 2:
+        # `failover` needs modules that the other user may be unable to read.
+        import tests.support.failovering  # noqa: F401
+
         become(int(sys.argv[2]))
     try:
         dev = SimulatedDevice.open(os.environ)

@@ -1,7 +1,7 @@
 """Fixtures of tests on a simulated node: `backend` for a module, `domain`, `second`, `third` for a test.
 
-A domain that a test has left as it was serves the next one of the file too, for its start and end is most of
-what a short test costs; not in a file that is about domains as such, which says so: DOMAINS_ARE_NEW.
+Tests of a file share a domain that the test before left intact, since starting and ending it is most of a
+short test's cost. A file about domains as such sets DOMAINS_ARE_NEW.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.simnode import (
 )
 
 _UNUSED: dict[str, list[Domain]] = {}
-"""By the control binary of their node."""
+"""Unused domains, by the control binary of their node."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Processes of a simulated node for tests: obedient clients, domains, waits with a deadline."""
+"""Processes of a simulated node for tests: clients under command, domains, waits with a deadline."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from typing import TypeVar
 
 import psutil
 
+from mpsd.base.model import ProcessInstance
 from mpsd.gpu.base import Backend
 from mpsd.gpu.simulated import packets, paths
 from mpsd.gpu.simulated.adapters import SimulatedDevices, SimulatedSpace
-from mpsd.linux import procfs
-from mpsd.model import ProcessInstance
+from mpsd.os import procfs
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
 ROOT = Path(__file__).resolve().parents[2]
 
-# A client that obeys: each line of its input is a Python expression on `dev`; the answer is a JSON line.
+# A client under command: each line of its input is a Python expression on `dev`; the answer is a JSON line.
 PROGRAM = """
 import json, os, sys
 from mpsd.gpu.simulated.client import GpuFailure, SimulatedDevice
@@ -72,7 +72,7 @@ class Client:
         self._buffer = b""
 
     def listen(self, deadline_s: float = DEADLINE_S) -> dict[str, object]:
-        """The next line it says."""
+        """Return the next line of its output."""
         assert self.process.stdout is not None
         end = time.monotonic() + deadline_s
         while b"\n" not in self._buffer:
@@ -161,7 +161,7 @@ class Domain:
         return True
 
     def ask(self, text: str) -> str:
-        """What the control daemon answers, without a front end. Raises OSError."""
+        """Ask the control daemon without a front end. Return its answer. Raises OSError."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(DEADLINE_S)
             sock.connect(str(self.base / "p" / "control"))
@@ -171,7 +171,7 @@ class Domain:
     def run(
         self, text: str, *, arguments: tuple[str, ...] = (), deadline_s: float = DEADLINE_S
     ) -> tuple[int, str]:
-        """Exit status and output of the front end, given `text` on its standard input."""
+        """Return exit status and output of the front end, given `text` on its standard input."""
         done = subprocess.run(
             [self.backend.control_binary, *arguments],
             input=text,
@@ -202,7 +202,7 @@ class Domain:
         return self.ask(f"get_server_status {self.server()}")
 
     def is_as_it_was(self, deadline_s: float = 0.5) -> bool:
-        """It is not harmed, and all who were in it have left, which shows a moment after their end."""
+        """Return whether the domain is unharmed and empty, which it is a moment after its clients' exits."""
         end = time.monotonic() + deadline_s
         try:
             while time.monotonic() < end:
@@ -218,7 +218,7 @@ class Domain:
         return False
 
     def _stand(self, server: int) -> packets.Message:
-        """Raises OSError."""
+        """Return the simulated GPU's row of a server. Raises OSError."""
         with packets.connect(paths.gpu_socket(self.backend.control_environment[paths.SIM_DIR])) as sock:
             return packets.call(sock, {"op": "server_info", "server": server})[0]
 
@@ -240,7 +240,7 @@ class Domain:
 
 
 def processes_of(directory: str) -> list[str]:
-    """Command lines that mention the directory, zombies left out."""
+    """Return command lines that mention the directory, zombies excluded."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = " ".join(process.info["cmdline"] or [])

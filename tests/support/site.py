@@ -1,9 +1,7 @@
-"""A real mpsd on a simulated node of its own, for tests: started, talked to, killed, and all of it ended.
+"""A real mpsd on a simulated node of its own, for tests to start, query and kill.
 
-Everything lies in one short directory under /tmp, which every process of the node knows by its command
-line or environment: that is how the end finds what was left behind. No wait is without a deadline.
-
-Long because it is a whole machine for a daemon: node, directories, clients, users.
+All files are in one short directory under /tmp, which every process of the node has in its command line or
+environment; the close finds leftover processes by it. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ import pytest
 import mpsd_client
 from mpsd.gpu.simulated import packets, paths
 from mpsd.gpu.simulated.backend import stop_simulated
+from mpsd.os import procfs
 from tests.support.descriptors import open_descriptors
 
 T = TypeVar("T")
@@ -39,10 +38,12 @@ POLL_S = 0.01
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "tests" / "support" / "simclient.py")
 OTHER_UID = 65534
+DEFAULTS = MappingProxyType({"protect": ""})
+"""Settings of a site whose daemon has the protection level of a daemon without a configuration file."""
 
 
 def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-    """What `look` finds, as soon as it is true. AssertionError at the deadline."""
+    """Return the result of `look`, as soon as it is true. AssertionError at the deadline."""
     end = time.monotonic() + deadline_s
     while not (found := look()):
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
@@ -67,7 +68,7 @@ class Program:
         self._said = b""
 
     def hear(self, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
-        """The next line it says; an empty one once it has ended."""
+        """Return the next line of its output; an empty one once it has ended."""
         assert self.process.stdout is not None
         end = time.monotonic() + deadline_s
         while b"\n" not in self._said:
@@ -92,11 +93,15 @@ class Program:
         return self.hear()
 
     def fault(self, kernel: str = "store") -> None:
-        """In one order, for it may be ended for that at once."""
+        """Fault in one command, since mpsd may evict the program at once."""
         self.do(f"(dev.launch('{kernel}'), dev.synchronize())")
 
+    def occupy(self) -> None:
+        """Start a kernel that runs until Site.end_work()."""
+        assert self.do("dev.launch('forever')") == {"result": None}
+
     def busy(self, seconds: float) -> None:
-        """A kernel that runs for this long, from now on."""
+        """Start a kernel that runs for this long, from now on."""
         assert self.do(f"dev.launch('spin', duration_s={seconds})") == {"result": None}
 
     def signal(self, number: int) -> None:
@@ -110,7 +115,7 @@ class Program:
         self.wait()
 
     def finish(self) -> dict[str, Any]:
-        """End its input; the last thing it says."""
+        """End its input. Return its last line."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         last: dict[str, Any] = {}
@@ -130,7 +135,11 @@ class Program:
 
 
 class Site:
-    """A context manager. `settings`: dotted keys to TOML values, besides the directories."""
+    """A context manager. `settings`: dotted keys to TOML values, besides the directories; an empty one leaves
+    the key out.
+
+    The daemon is the plain one. Tests of the defaults pass **DEFAULTS.
+    """
 
     def __init__(self, **settings: str) -> None:
         self._descriptors = open_descriptors()
@@ -159,8 +168,11 @@ class Site:
             "state_dir": f'"{self.state_dir}"',
             "simulated.dir": f'"{self.node_dir}"',
             "log.format": '"json"',
+            # Tests of open domains say so, and tests of the vault and of fail-over.
+            "domains.private": "true",
+            "protect": '"observe"',
         }
-        lines = [f"{key} = {value}" for key, value in (top | self.settings).items()]
+        lines = [f"{key} = {value}" for key, value in (top | self.settings).items() if value]
         self.config.write_text("\n".join(lines) + "\n")
 
     def command(self, *arguments: str) -> list[str]:
@@ -168,7 +180,7 @@ class Site:
 
     def environ(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG")}
-        # Packages too: another interpreter of this version finds what this one has.
+        # Packages too: another interpreter of this version finds the same ones.
         found = [str(ROOT), str(ROOT / "clients"), sysconfig.get_path("purelib")]
         return {**kept, "PYTHONPATH": os.pathsep.join(found), "MPSD_TEST_BASE": str(self.base)}
 
@@ -200,7 +212,7 @@ class Site:
         return self.process
 
     def start(self, *arguments: str, **environ: str) -> Site:
-        """Start it and wait until it says that it is ready."""
+        """Start the daemon and wait until it reports readiness."""
         self.launch(*arguments, environ=environ)
         self.wait_ready()
         return self
@@ -215,7 +227,7 @@ class Site:
         return False
 
     def said(self, event: str) -> list[dict[str, Any]]:
-        """Lines of the present daemon's log with this event."""
+        """Return lines of the present daemon's log with this event."""
         with self.log.open("rb") as file:
             file.seek(self._log_seen)
             lines = [line for line in file.read().split(b"\n")[:-1] if line.startswith(b"{")]
@@ -235,19 +247,29 @@ class Site:
         self.abandon()
 
     def abandon(self) -> None:
-        """No daemon runs after this; one that has ended by itself is reaped."""
+        """Kill the daemon, or reap one that has ended by itself."""
         if self.process is not None:
             self.process.kill()
             self.process.wait(DEADLINE_S)
             self.process = None
 
     def terminate(self, number: int = signal.SIGTERM) -> int:
-        """Its exit status after that signal."""
+        """Send the daemon a signal. Return its exit status."""
         assert self.process is not None
         self.process.send_signal(number)
         status = self.process.wait(DEADLINE_S)
         self.process = None
         return status
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop all threads of the daemon meanwhile (SIGSTOP)."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            until(lambda: set(procfs.thread_states(self.pid)) == {"T"}, "the daemon has stopped")
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
 
     # -- talking to it ----------------------------------------------------------------------------------
 
@@ -256,7 +278,7 @@ class Site:
         return str(self.run_dir / "mpsd.sock")
 
     def ask(self, op: Callable[[mpsd_client.Client], T], uid: int | None = None) -> T:
-        """One request on a connection of its own, as another user where one is given."""
+        """Make one request on a connection of its own, as user `uid` if given."""
         with as_user(uid), mpsd_client.connect(self.socket) as client:
             return op(client)
 
@@ -264,7 +286,7 @@ class Site:
         return self.ask(lambda client: client.status())
 
     def until(self, holds: Callable[[Status], Any], what: str, deadline_s: float = DEADLINE_S) -> Status:
-        """The first status that shows it."""
+        """Return the first status for which `holds` is true."""
 
         def look() -> Status | None:
             found = self.status()
@@ -293,7 +315,7 @@ class Site:
     def program(
         self, mode: str = "obey", uid: int | None = None, environ: Mapping[str, str] | None = None
     ) -> Program:
-        """A client that has its context. With `environ` it joins what that says."""
+        """Start a client and wait for its context. With `environ` it joins the domain given there."""
         chosen = self.client_environ(uid) if environ is None else dict(environ)
         started = Program(mode, chosen, uid)
         self.programs.append(started)
@@ -302,7 +324,7 @@ class Site:
         return started
 
     def attached(self, *programs: Program) -> Status:
-        """Until all of them are attached."""
+        """Wait until all of these programs are attached."""
         pids = {p.pid for p in programs}
 
         def all_attached(status: Status) -> bool:
@@ -318,14 +340,14 @@ class Site:
         return program
 
     def empty(self) -> None:
-        """End every program and wait until the daemon has nobody left, nor anything held for the dead."""
+        """End every program and wait until the daemon has no client left, nor memory of exited clients."""
         for program in self.programs:
             program.close()
         self.programs.clear()
         self.until(lambda s: not s["clients"] and not s["dead"], "nobody is left")
 
     def gone(self, program: Program) -> Status:
-        """Until nothing is held of it."""
+        """Wait until the daemon holds nothing of the program."""
         return self.until(
             lambda s: program.pid not in {c["pid"] for c in (*s["clients"], *s["dead"])},
             f"client {program.pid} is forgotten",
@@ -334,18 +356,22 @@ class Site:
     # -- the node ---------------------------------------------------------------------------------------
 
     def node(self, **message: Any) -> dict[str, Any]:
-        """A question to the simulated GPU itself, or a scripted fault."""
+        """Send the simulated GPU a query or a scripted fault."""
         with packets.connect(paths.gpu_socket(str(self.node_dir))) as sock:
             answer, fds = packets.call(sock, message)
         packets.close_all(fds)
         assert not answer.get("error"), answer
         return dict(answer)
 
+    def end_work(self, program: Program) -> None:
+        """End the kernel of a program, dead or alive, that runs until then (`forever`)."""
+        self.node(op="inject", fault="end", pid=program.pid)
+
     def memory_used(self) -> int:
         return int(self.node(op="node")["gpus"][0]["used"])
 
     def control(self, domain: str, command: str) -> str:
-        """A command by hand, past mpsd."""
+        """Give the control daemon a command directly, without mpsd."""
         done = subprocess.run(
             [paths.launcher(str(self.node_dir), paths.CONTROL_NAME)],
             input=command + "\n",
@@ -358,7 +384,7 @@ class Site:
         return done.stdout.strip()
 
     def processes(self, word: str = "") -> list[psutil.Process]:
-        """Living processes of this site whose command line has the word; this one excepted."""
+        """Return living processes of this site with the word in their command line, except this one."""
         return [p for p in psutil.process_iter() if p.pid != os.getpid() and self._is_ours(p, word)]
 
     def _is_ours(self, process: psutil.Process, word: str) -> bool:
@@ -374,12 +400,12 @@ class Site:
         return any(str(self.base) in value for value in known)
 
     def keeper(self) -> psutil.Process | None:
-        return next(iter(self.processes("/mpsd/keeper.py")), None)
+        return next(iter(self.processes("/mpsd/fdstore/keeper.py")), None)
 
     # -- the end ----------------------------------------------------------------------------------------
 
     def close(self) -> list[str]:
-        """End everything; what had to be killed because it would not end by itself, in words."""
+        """End everything. Return a text on what had to be killed because it did not end by itself."""
         left = []
         for program in self.programs:
             program.close()
@@ -394,7 +420,7 @@ class Site:
         stop_simulated(self.node_dir)
         keeper = self.keeper()
         if keeper is not None:
-            # By design it stays for a while, with what it holds.
+            # By design the keeper stays for a while, with its descriptors.
             with contextlib.suppress(psutil.Error):
                 keeper.kill()
         end = time.monotonic() + 5
@@ -423,7 +449,7 @@ class Site:
 
 @contextlib.contextmanager
 def as_user(uid: int | None) -> Iterator[None]:
-    """Be another user for the kernel's credentials of connections that are made meanwhile."""
+    """Be another user, by the kernel's credentials of connections that are made meanwhile."""
     if uid is None or uid == os.geteuid():
         yield
         return
@@ -438,7 +464,7 @@ def as_user(uid: int | None) -> Iterator[None]:
 
 
 def interpreter_for(uid: int) -> str:
-    """A Python of this version that the user may run; skips the test where there is none."""
+    """Return a Python of this version that the user may run; skip the test if there is none."""
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     for candidate in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
         try:
@@ -450,7 +476,7 @@ def interpreter_for(uid: int) -> str:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process with this number runs (a zombie does not)."""
+    """Return whether a process with this number runs (a zombie does not)."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""mpsd-standby, but what it kills dies only once the file named first is there. The rest is its own."""
+"""mpsd-standby, except that a process it kills dies only once the file named first exists."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import os
 import sys
 import time
 
-from mpsd_client import standby
-from mpsd_client.actors import Actor
+from mpsd_client.standby import command
+from mpsd_client.standby.processes import ProcessTree
 
 
 def main(file: str) -> int:
-    kill = Actor.kill
+    kill = ProcessTree.kill
 
-    def slowly(actor: Actor, patience_s: float = 5.0) -> bool:
+    def slowly(actor: ProcessTree, patience_s: float = 5.0) -> bool:
         while not os.path.exists(file):
             time.sleep(0.005)
         return kill(actor, patience_s)
 
-    Actor.kill = slowly  # type: ignore[method-assign]
-    Actor.strike = lambda actor: None  # type: ignore[method-assign]
-    return standby.main(sys.argv[2:])
+    ProcessTree.kill = slowly  # type: ignore[method-assign]
+    ProcessTree.kill_group = lambda actor: None  # type: ignore[method-assign]
+    return command.main(sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def store() -> Iterator[MemoryStore]:
-    """Nothing is open afterwards that was not before, when the store has been emptied."""
+    """A store; once it is emptied at the end, no new descriptor is open."""
     gc.collect()
     before = open_descriptors()
     kept = MemoryStore()
@@ -54,8 +54,8 @@ def held(vault: RunningVault) -> list[int]:
 
 
 def alone(vault: RunningVault) -> None:
-    """Until this process is no client any more: it may be another owner's next."""
-    until(lambda: vault.look(lambda: not vault.door._visits), "all connections have ended")
+    """Wait until this process is no client any more: it may be another owner's next."""
+    until(lambda: vault.look(lambda: not vault.door.server.connections), "all connections have ended")
 
 
 def counted(vault: RunningVault, name: str) -> int:

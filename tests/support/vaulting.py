@@ -1,6 +1,6 @@
-"""The vault without a daemon: its door on a loop of its own, a store in memory, and clients that speak to it.
+"""The vault without a daemon: its socket on a loop of its own, a store in memory, and clients.
 
-As a program (python vaulting.py SOCKET COUNT) it is many clients: each brings memory and is killed.
+As a program (python vaulting.py SOCKET COUNT) it plays many clients: each brings memory and is killed.
 """
 
 from __future__ import annotations
@@ -11,30 +11,58 @@ import fcntl
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpsd.vault.wire import LAYOUT, Kind, Message, pack, unpack
+from mpsd.vault.messages import LAYOUT, Kind, Message, pack, unpack
 
 if TYPE_CHECKING:
-    from mpsd.vault.door import Door, DoorLimits, LedgerTaker
-    from mpsd.vault.hold import Vault
+    from mpsd.os.descriptors import DescriptorBudget
+    from mpsd.peers.vaultserver import LedgerTaker, VaultServer, VaultServerLimits
+    from mpsd.vault.holdings import Vault
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
+def kernel_refuses_descriptors() -> bool:
+    """Return whether this kernel refuses descriptors for a socket that does not take them (Linux 6.16)."""
+    from mpsd.peers.receive import SO_PASSRIGHTS
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        try:
+            return probe.getsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS) == 1
+        except OSError:
+            return False
+
+
 def memory(size: int = 4096, content: bytes = b"") -> int:
-    """As the stand-in driver exports it."""
+    """Return memory as the stand-in driver exports it."""
     fd = os.memfd_create("mpsd-standin-vmm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     os.pwrite(fd, content, 0)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     return fd
+
+
+def lingering() -> tuple[int, socket.socket]:
+    """Return a descriptor that blocks in its last close, and the socket that ends the block when closed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+    sender.setblocking(False)
+    try:
+        while True:
+            sender.send(bytes(1 << 16))
+    except BlockingIOError:
+        pass
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
+    return sender.detach(), receiver
 
 
 class VaultClient:
@@ -52,7 +80,7 @@ class VaultClient:
         self.socket.sendmsg([data], rights)
 
     def receive(self) -> tuple[Message, list[int]]:
-        """Raises EOFError when the connection has been closed."""
+        """Raises EOFError if the connection is closed."""
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, LAYOUT.size, 4)
         except ConnectionResetError:
@@ -94,7 +122,7 @@ class VaultClient:
         return self.receive()
 
     def is_closed(self) -> bool:
-        """Once the other end has closed it; an answer in between is no end."""
+        """Wait for the other end to close the connection. An answer before that does not count."""
         try:
             while True:
                 self.receive()
@@ -147,23 +175,25 @@ class MemoryStore:
 
 
 class RunningVault:
-    """A context: vault and door on a thread's loop, on simulated memory of one GPU of 1 GiB."""
+    """A context: vault and socket on a thread's loop, on simulated memory of one GPU of 1 GiB."""
 
     def __init__(
         self,
         path: Path,
         store: MemoryStore,
         ledger_limits: Any,
-        door_limits: DoorLimits | None = None,
+        door_limits: VaultServerLimits | None = None,
         take_ledger: LedgerTaker | None = None,
+        budget: DescriptorBudget | None = None,
     ) -> None:
+        self.budget = budget
         self.path, self.store = path, store
         self._take_ledger = take_ledger
         self._limits = ledger_limits, door_limits
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self.vault: Vault
-        self.door: Door
+        self.door: VaultServer
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
@@ -175,17 +205,18 @@ class RunningVault:
         return self.call(look())
 
     async def _start(self) -> None:
+        from mpsd.fdstore.queue import LeaseStore
         from mpsd.gpu.simulated.exported import SimulatedMemory
-        from mpsd.leasestore import LeaseStore
-        from mpsd.vault.door import Door
-        from mpsd.vault.hold import Vault
+        from mpsd.peers.vaultserver import VaultServer
+        from mpsd.vault.holdings import Vault
 
-        self._lease_store = LeaseStore(self.store)
-        self.vault = Vault(self._limits[0], SimulatedMemory({"GPU-0": 1 << 30}), self._lease_store)
+        self._lease_store = LeaseStore(self.store, budget=self.budget)
+        memory = SimulatedMemory({"GPU-0": 1 << 30})
+        self.vault = Vault(self._limits[0], memory, self._lease_store, self.budget)
         for name, fds in self._lease_store.fetch_all().items():
             assert self.vault.takes(name, fds)
         await self.vault.adopt()
-        self.door = Door(self.path, self.vault, self._limits[1], self._take_ledger)
+        self.door = VaultServer(self.path, self.vault, self._limits[1], self._take_ledger)
         self.door.start()
 
     async def _stop(self) -> None:
@@ -206,7 +237,7 @@ class RunningVault:
 
 
 def many(path: str, count: int) -> None:
-    """One after the other: bring two pieces, say so, be killed; every tenth keeps its own."""
+    """Run clients one by one: each brings two segments and is killed; every tenth keeps them."""
     for number in range(count):
         heard, said = os.pipe()
         child = os.fork()

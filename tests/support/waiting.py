@@ -1,4 +1,4 @@
-"""Waiting in tests: always for something, always with a deadline."""
+"""Waits in tests: each for a condition, each with a deadline."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
+BUILD_S = 1200.0
+"""The deadline of compilers. It guards against hangs alone: a build shares its processors with tests."""
 _STEP_S = 0.005
 
 
@@ -17,7 +19,7 @@ class Source(Protocol):
 
 
 def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-    """What `look` returns once that is true. A missed deadline is a failure that names `what`."""
+    """Return the result of `look` once it is true. A missed deadline is a failure that names `what`."""
     end = time.monotonic() + deadline_s
     while not (seen := look()):
         if time.monotonic() > end:
@@ -27,7 +29,7 @@ def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T
 
 
 def readable(source: Source, deadline_s: float) -> bool:
-    """Whether the source has something to drain by the deadline."""
+    """Return whether the source has something to drain by the deadline."""
     poll = select.poll()
     poll.register(source.fileno(), select.POLLIN)
     return bool(poll.poll(deadline_s * 1000))

@@ -1,4 +1,4 @@
-"""Guard zones seen from outside: a program that does as it is told, its ledger, a vault that only grants.
+"""Guard zones seen from outside: a program under command, its ledger, a vault that only grants.
 
 The ledger is read here by the numbers of clients/libcuda/src/ledger.h, so that a mistake in the daemon's own
 reader cannot hide one in the writer.
@@ -18,14 +18,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpsd.linux import procfs
-from mpsd.model import ProcessInstance
-from mpsd.vault.wire import LAYOUT, Kind, Message, Status, pack, unpack
+from mpsd.base.model import ProcessInstance
+from mpsd.os import procfs
+from mpsd.vault.messages import LAYOUT, Kind, Message, Status, pack, unpack
 from tests.support.obeying import Obeys
 from tests.support.waiting import DEADLINE_S
 
 MIB = 1 << 20
-# clients/libcuda/src: DEFAULT_ZONE of limits.c, on each side of a piece; REPORTED of zones.c, of a freed one.
+# clients/libcuda/src: DEFAULT_ZONE of limits.c, on each side of a segment; REPORTED of zones.c, of a freed
+# one.
 ZONE = 18 * MIB
 REPORTED = 16 * MIB
 MANAGED, SPARSE = 1, 2
@@ -54,8 +55,8 @@ _SIZE = (
     _HEAD.size + _ZONE.size * _ZONES + _NOTE.size * _NOTES + _LAUNCH.size * _LAUNCHES + _NAME.size * _NAMES
 )
 
-# Obeys: each line is an expression, answered with its repr. hit() and look() are the codes of a wait after
-# a kernel's one store or one load at an address.
+# Under command: each line is an expression, answered with its repr. hit() and look() return the code of a
+# wait after a kernel's one store or one load at an address.
 _PROGRAM = """
 import ctypes, os, sys
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -130,7 +131,7 @@ class Note:
 
 
 class LedgerView:
-    """A ledger as it is at the moment of each question. Owns its descriptor."""
+    """A view of a ledger, read anew at each query. Owns its descriptor."""
 
     def __init__(self, fd: int) -> None:
         assert os.fstat(fd).st_size == _SIZE
@@ -160,7 +161,7 @@ class LedgerView:
         return sorted(found, key=lambda note: note.order)
 
     def launches(self) -> list[tuple[int, int]]:
-        """(function, stream), the ring as it lies there."""
+        """Return (function, stream) of the launch ring, in the ring's order."""
         at = _HEAD.size + _ZONE.size * _ZONES + _NOTE.size * _NOTES
         return [(function, stream) for function, stream in self._rows(_LAUNCH, at, _LAUNCHES)]
 
@@ -173,7 +174,7 @@ class LedgerView:
 
 
 class Obedient(Obeys):
-    """A context: a program that is ended with it. `ledger` opens what it tells of itself."""
+    """A context: a program that is ended with it. `ledger` opens the program's ledger."""
 
     def __init__(self, environment: Mapping[str, str], command: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
@@ -208,7 +209,7 @@ class Obedient(Obeys):
 
 
 def ledger_of(pid: int) -> LedgerView:
-    """Through the process's own descriptors, as only its user and root can."""
+    """Open the ledger by the process's own descriptors, as only its user and root can."""
     (path,) = (path for path in Path(f"/proc/{pid}/fd").iterdir() if _leads_to_ledger(path))
     return LedgerView(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
@@ -220,10 +221,10 @@ def _leads_to_ledger(path: Path) -> bool:
 
 
 class GrantingVault:
-    """A context: a vault's door that takes everything, keeps nothing, and answers LEDGER with `grant`.
+    """A context: a vault's socket that accepts all memory, keeps none, and answers LEDGER with `grant`.
 
-    `grant` is (bytes, zones) or the status of a refusal, `reads_far` whether it knows of far zones; `answer`
-    lets it be given: until it is set, LEDGER waits for its answer.
+    `grant` is (bytes, zones) or the status of a refusal, `reads_far` whether the vault knows far zones.
+    `answer` is an event: LEDGER gets no answer before it is set.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ class GrantingVault:
             ledger.close()
 
     def _serve(self) -> None:
-        """One connection after another."""
+        """Serve one connection after another."""
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
@@ -287,7 +288,7 @@ class GrantingVault:
         for fd in fds:
             os.close(fd)
         connection.sendall(pack(reply, answer=True))
-        # Now it is heard, whoever ends the connection: else the next vault would be brought it again.
+        # Count the message as received, however the connection ends: else the next vault would get it again.
         self.puts += message.kind is Kind.PUT
         return True
 

@@ -1,4 +1,4 @@
-"""mpsd ends once it has closed everything, whatever hangs in its threads; and with the right status."""
+"""mpsd exits with the right status after it has closed everything, even if its threads hang."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import NoReturn
 
 import pytest
 
+from mpsd.base.errors import DeadlineError
 from mpsd.ctl import commands
 from mpsd.ctl.__main__ import main
-from mpsd.errors import DeadlineError
 
-# A daemon of which nothing is left but threads: one of each kind, or none.
+# A daemon of which only threads are left: one of each kind, or none.
 SCRIPT = """
 import asyncio, sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from mpsd import cli, daemon
-from mpsd.errors import NotFoundError
+from mpsd.daemon import assembly, cli
+from mpsd.base.errors import NotFoundError
 
 hang, fail = sys.argv[1] == "hang", sys.argv[2] == "fail"
 never = threading.Event()
@@ -37,7 +37,7 @@ class Daemon:
         if fail:
             raise NotFoundError("what was looked for")
 
-daemon.Daemon = Daemon
+assembly.Daemon = Daemon
 devices = type("D", (), {"close": lambda self: None})()
 cli.open_backend = lambda config: type("B", (), {"isolation": None, "devices": devices})()
 sys.exit(cli.main(["run", "--config", sys.argv[3]]))
@@ -47,7 +47,7 @@ sys.exit(cli.main(["run", "--config", sys.argv[3]]))
 @pytest.mark.parametrize("hang", ["hang", "calm"])
 @pytest.mark.parametrize(("fail", "status"), [("fail", 1), ("well", 0)])
 def test_it_ends_with_the_right_status(hang: str, fail: str, status: int) -> None:
-    # A socket's path must be short.
+    # The path of a socket must be short.
     with tempfile.TemporaryDirectory(prefix="m") as base:
         config = f"{base}/mpsd.toml"
         with open(config, "w") as file:
@@ -93,7 +93,7 @@ def test_where_the_daemon_hangs_it_is_found_out_here(
 
 @pytest.mark.parametrize("command", ["run true", "run --env", "standby true"])
 def test_a_token_that_is_too_long_is_refused_before_anything_is_begun(command: str) -> None:
-    """Cut, it would be that of all who begin alike."""
+    """A token that was cut would equal the token of every owner with the same first bytes."""
     environ = {**os.environ, "MPSD_VAULT_TOKEN": "x" * 40, "MPSD_SOCKET": NOWHERE}
     ended = subprocess.run(
         [sys.executable, "-m", *f"mpsd_client.{command}".split()],
@@ -103,7 +103,7 @@ def test_a_token_that_is_too_long_is_refused_before_anything_is_begun(command: s
         timeout=60,
     )
     assert ended.returncode == 69, ended
-    assert "MPSD_VAULT_TOKEN has 40 bytes, and at most 32 are sent" in ended.stderr
+    assert "MPSD_VAULT_TOKEN has 40 bytes; the limit is 32" in ended.stderr
     assert ended.stdout == ("false\n" if "--env" in command else "")
 
 
@@ -117,4 +117,4 @@ def test_too_few_descriptors_are_refused_before_anything_is_made(limit: int) -> 
         )
         assert not os.listdir(base)
     assert ended.returncode not in (0, 124) and "Traceback" not in ended.stderr, ended
-    assert f"mpsd may have {limit} open files, and needs 256 at least" in ended.stderr
+    assert f"mpsd may open only {limit} files; it needs at least 256" in ended.stderr

@@ -1,16 +1,22 @@
-"""Lines that a shell evaluates: whatever a value holds, the variable gets exactly that."""
+"""Lines that a shell evaluates: the variable gets exactly the value, whatever it contains."""
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpsd_client
-from mpsd_client.env import named_gpu
+from mpsd_client.env import obstacle
+from tests.support.site import OTHER_UID, as_user
 
 PRINT = "import os, sys; sys.stdout.buffer.write(os.environb[b'V'])"
 VALUES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r"), max_size=40)
@@ -51,30 +57,82 @@ def test_names_and_values_that_no_shell_takes_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "gpu"),
-    [("3", "3"), (" GPU-1,GPU-2", "GPU-1"), ("2,0", "2"), ("", None), ("-1", None), ("MIG-7", None)],
+    ("shell", "line"), [("sh", "unset V"), ("csh", "unsetenv V;"), ("fish", "set -e V;")]
 )
-def test_a_gpu_is_named_by_index_or_uuid(visible: str, gpu: str | None) -> None:
-    assert named_gpu({"CUDA_VISIBLE_DEVICES": visible}) == gpu
-    assert named_gpu({"CUDA_VISIBLE_DEVICES": visible}, "") == ""
-    assert named_gpu({}) is None
+def test_a_variable_without_a_value_is_unset(shell: str, line: str) -> None:
+    assert mpsd_client.export_lines({"V": None}, shell) == [line]
 
 
-@pytest.mark.parametrize(
-    ("visible", "given", "gpu"),
-    [
-        (None, "GPU-3", "GPU-3"),
-        (None, "GPU-3,GPU-4", "GPU-3"),
-        (None, "all", None),
-        (None, "0", None),
-        ("0", "GPU-3", "GPU-3"),
-        ("1", "GPU-3,GPU-4", "1"),
-        ("GPU-4", "GPU-3,GPU-4", "GPU-4"),
-        ("", "GPU-3", None),
-    ],
-)
-def test_a_container_is_given_its_gpus_by_uuid(visible: str | None, given: str, gpu: str | None) -> None:
-    environ = {"NVIDIA_VISIBLE_DEVICES": given} | (
-        {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    )
-    assert named_gpu(environ) == gpu
+# Whether this process can join at a pipe directory.
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """Return a run directory with a slot, a domain, and a listener that speaks another type of socket."""
+    with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as name:
+        base = Path(name)
+        base.chmod(0o755)
+        for place in ("d", "s", "d/d1"):
+            (base / place).mkdir(mode=0o755)
+        (base / "s" / "me").symlink_to(base / "d" / "d1")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(base / "d" / "d1" / "control"))
+            listener.listen()
+            (base / "d" / "d1" / "control").chmod(0o666)
+            yield base
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_STREAM])
+def test_a_listener_of_any_type_is_no_obstacle(run_dir: Path, kind: socket.SocketKind) -> None:
+    (run_dir / "d" / "d1" / "control").unlink()
+    with socket.socket(socket.AF_UNIX, kind) as listener:
+        listener.bind(str(run_dir / "d" / "d1" / "control"))
+        listener.listen()
+        assert obstacle(str(run_dir / "s" / "me"), 0) == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+@pytest.mark.parametrize("closed", ["", "d", "s", "d/d1"])
+def test_the_closed_directory_is_named(run_dir: Path, closed: str) -> None:
+    (run_dir / closed).chmod(0o700)
+    with as_user(OTHER_UID):
+        found = obstacle(str(run_dir / "s" / "me"))
+    assert found.startswith(f"uid {OTHER_UID} may not enter {run_dir / closed} (EACCES); ")
+    assert obstacle(str(run_dir / "s" / "me")) == "", "root may"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+def test_a_socket_that_refuses_this_user_is_named(run_dir: Path) -> None:
+    (run_dir / "d" / "d1" / "control").chmod(0o600)
+    with as_user(OTHER_UID):
+        found = obstacle(str(run_dir / "s" / "me"))
+    assert found.startswith(f"uid {OTHER_UID} cannot connect to {run_dir}/s/me/control (EACCES); ")
+
+
+@pytest.mark.parametrize("gone", ["s/me", "s", "d/d1"])
+def test_a_missing_directory_is_named(run_dir: Path, gone: str) -> None:
+    (run_dir / gone).rename(run_dir / "elsewhere")
+    assert obstacle(str(run_dir / "s" / "me"), 0).startswith(f"{run_dir / gone} does not exist (ENOENT); ")
+
+
+@pytest.mark.parametrize("how", ["ENOENT", "ECONNREFUSED"])
+def test_a_domain_without_a_listener_is_named(run_dir: Path, how: str) -> None:
+    control = run_dir / "d" / "d1" / "control"
+    control.unlink()
+    if how == "ECONNREFUSED":
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+            dead.bind(str(control))
+    found = obstacle(str(run_dir / "s" / "me"), 0)
+    assert found.startswith(f"no control daemon listens on {run_dir}/s/me/control ({how}); ")
+
+
+def test_a_domain_that_is_being_replaced_is_waited_for(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run_dir / "s" / "me").rename(run_dir / "s" / "new")
+
+    def replaced(seconds: float) -> None:
+        (run_dir / "s" / "new").rename(run_dir / "s" / "me")
+
+    monkeypatch.setattr("mpsd_client.env.time.sleep", replaced)
+    assert obstacle(str(run_dir / "s" / "me"), 60) == ""

@@ -1,4 +1,4 @@
-"""The client's own encoder of the vault's messages says what the daemon's says."""
+"""The client's own encoder of the vault's messages agrees with the daemon's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpsd.base.errors import UsageError
+from mpsd.base.text import gpu_uuid
 from mpsd.core.vault import valid_name
-from mpsd.errors import UsageError
-from mpsd.text import gpu_uuid
-from mpsd.vault import wire
+from mpsd.vault import messages
 from mpsd_client import _vaultwire as ours
 from mpsd_client.vault import token_of
 
@@ -45,27 +45,27 @@ def test_both_ends_write_and_read_the_same(
     kind: ours.Kind, status: ours.Status, gpu: bytes, fields: dict[str, int], answer: bool
 ) -> None:
     said = ours.Message(kind, status=status, gpu=gpu, **fields)  # type: ignore[arg-type]
-    theirs = wire.Message(
-        wire.Kind(kind),
-        status=wire.Status(status),
+    theirs = messages.Message(
+        messages.Kind(kind),
+        status=messages.Status(status),
         gpu=gpu_uuid(gpu),
         **fields,  # type: ignore[arg-type]
     )
-    assert ours.pack(said, answer=answer) == wire.pack(theirs, answer=answer)
-    assert ours.unpack_answer(wire.pack(theirs, answer=True)) == said
+    assert ours.pack(said, answer=answer) == messages.pack(theirs, answer=answer)
+    assert ours.unpack_answer(messages.pack(theirs, answer=True)) == said
 
 
 def test_the_numbers_are_the_daemon_s() -> None:
-    assert ours.Kind.__members__.items() <= wire.Kind.__members__.items()
-    assert ours.Status.__members__.items() <= wire.Status.__members__.items()
+    assert ours.Kind.__members__.items() <= messages.Kind.__members__.items()
+    assert ours.Status.__members__.items() <= messages.Status.__members__.items()
     mine = (ours.MAGIC, ours.VERSION, ours.ANSWER, ours.NAME_ROOM, ours.TOKEN_ROOM, ours.LAYOUT.format)
     assert mine == (
-        wire.MAGIC,
-        wire.VERSION,
-        wire.ANSWER,
-        wire.NAME_ROOM,
-        wire.TOKEN_ROOM,
-        wire.LAYOUT.format,
+        messages.MAGIC,
+        messages.VERSION,
+        messages.ANSWER,
+        messages.NAME_ROOM,
+        messages.TOKEN_ROOM,
+        messages.LAYOUT.format,
     )
 
 
@@ -81,11 +81,11 @@ def test_names_are_judged_as_the_daemon_does(name: str) -> None:
 
 
 def test_a_token_is_filled_up_and_never_cut() -> None:
-    """Two that begin alike would be one owner."""
-    assert token_of({}) == wire.NO_TOKEN
+    """Two tokens with the same first bytes would be one owner if they were cut."""
+    assert token_of({}) == messages.NO_TOKEN
     assert token_of({"MPSD_VAULT_TOKEN": "secret"}) == b"secret" + bytes(26)
     assert token_of({"MPSD_VAULT_TOKEN": "x" * 32}) == b"x" * 32
-    with pytest.raises(UsageError, match="MPSD_VAULT_TOKEN has 33 bytes, and at most 32"):
+    with pytest.raises(UsageError, match="MPSD_VAULT_TOKEN has 33 bytes; the limit is 32"):
         token_of({"MPSD_VAULT_TOKEN": "x" * 33})
 
 
@@ -103,7 +103,7 @@ print(json.dumps([alone, missing, sorted(foreign), cuda]))
 
 
 def test_importing_it_loads_no_cuda_and_nothing_foreign(tmp_path: Path) -> None:
-    """With every name of it: not even ctypes before somebody wants a buffer."""
+    """All exported names can be imported, and ctypes is not loaded before a buffer is needed."""
     done = subprocess.run(
         [sys.executable, "-S", "-c", IMPORT],
         env={"PYTHONPATH": f"{CLIENTS}:{CLIENTS.parent}"},

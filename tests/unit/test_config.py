@@ -1,4 +1,4 @@
-"""The configuration: defaults, files, environment, and what is said about mistakes."""
+"""The configuration: defaults, files, environment, and the messages about mistakes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from structlog.testing import capture_logs
 
-from mpsd import cli, config_cli
-from mpsd.config import (
+from mpsd.base import debug
+from mpsd.base.errors import ConfigError
+from mpsd.base.model import Gpu
+from mpsd.config import commands
+from mpsd.config.basic import BASIC
+from mpsd.config.reader import keys, load, to_toml, unknown_variables
+from mpsd.config.schema import (
     BackendName,
     Config,
     DomainMode,
@@ -25,12 +31,13 @@ from mpsd.config import (
     check_socket_path,
     default_directories,
 )
-from mpsd.config_reader import keys, load, to_toml, unknown_variables
-from mpsd.errors import ConfigError
+from mpsd.daemon import cli
+from mpsd.daemon.options import tell_indices, vault_limits
 
 ROOT = Path(__file__).resolve().parents[2]
-# To be made by whoever runs the tests.
+# Directories that the user of the tests may create.
 PLACES = "\n".join(f"{name}_dir = '/tmp/no-{os.getpid()}/{name}'" for name in ("run", "log", "state"))
+UNLIMITED = "protection: no setting limits it; mpsd-ctl doctor shows the level of this node\n"
 ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/1000", "HOME": "/home/someone"}
 
 
@@ -50,7 +57,7 @@ def test_empty_file_gives_every_default(tmp_path: Path) -> None:
     assert config.domains.mode is DomainMode.PER_USER
     assert config.guard.heap is GuardSetting.AUTO
     assert config.limits.active_thread_percentage is None
-    assert config.limits.clients == 60
+    assert config.limits.clients == 48
 
 
 def test_all_kinds_of_values(tmp_path: Path) -> None:
@@ -67,7 +74,7 @@ def test_all_kinds_of_values(tmp_path: Path) -> None:
         [limits]
         active_thread_percentage = 25
         client_priority = 1
-        pinned_device_memory = { "0" = "1G", "GPU-11" = "512M" }
+        pinned_device_memory = { "0" = "1.5G", "GPU-11" = "512M" }
         [guard]
         low = true
         heap = false
@@ -76,7 +83,7 @@ def test_all_kinds_of_values(tmp_path: Path) -> None:
     )
     assert config.domains.span == (("GPU-a", "GPU-b"), ("GPU-c",))
     assert config.domains.kill_victims_after_s == 3.0
-    assert dict(config.limits.pinned_device_memory) == {"0": "1G", "GPU-11": "512M"}
+    assert dict(config.limits.pinned_device_memory) == {"0": "1.5G", "GPU-11": "512M"}
     assert (config.guard.low, config.guard.heap) == (GuardSetting.ON, GuardSetting.OFF)
     assert config.run_dir == "/run/x"
 
@@ -86,22 +93,26 @@ def test_all_kinds_of_values(tmp_path: Path) -> None:
     [
         ("[domains]\nspair = true", "unknown key 'domains.spair' (did you mean 'domains.spare'?)"),
         ("spare = true", "unknown key 'spare' (did you mean 'domains.spare'?)"),
-        ("[vault]\nfoo = 1", "unknown key 'vault.foo' (mpsd config show lists the keys)"),
+        ("[vault]\nfoo = 1", "unknown key 'vault.foo' (mpsd config show --all lists the keys)"),
         ("[domain]\nspare = true", "unknown key 'domain' (did you mean 'domains'?)"),
-        ("nonsense = 1", "unknown key 'nonsense' (mpsd config show lists the keys)"),
+        ("nonsense = 1", "unknown key 'nonsense' (mpsd config show --all lists the keys)"),
         ("backend = 'nvidea'", "did you mean 'nvidia'?"),
-        ("backend = 3", "is none of nvidia, simulated"),
+        ("backend = 3", "is not one of nvidia, simulated"),
         ("domains = 3", "is a section"),
         ("[domains]\nspare = 'yes'", "domains.spare must be true or false"),
         ("[domains]\nspan = ['GPU-a']", "must be a list of lists"),
         ("[domains]\nspan = [['GPU-a'], ['GPU-a']]", "names 'GPU-a' twice"),
         ("[limits]\nactive_thread_percentage = 101", "out of range (use 0.01 to 100 %)"),
         ("[limits]\nactive_thread_percentage = nan", "out of range"),
+        ("[limits]\nactive_thread_percentage = '50%'", "must be a number, not '50%'"),
         ("[limits]\nclients = 1.5", "must be a whole number"),
         ("[limits]\nclients = true", "must be a whole number"),
         ("[limits.pinned_device_memory]\n0 = '1T'", "is malformed"),
-        ("[limits.pinned_device_memory]\nfirst = '1G'", "names 'first', which is no GPU"),
-        ("[guard]\nlow = 'maybe'", "is none of true, false, auto"),
+        ("[limits.pinned_device_memory]\n0 = '50%'", "is malformed"),
+        ("[limits.pinned_device_memory]\n0 = '1.0001G'", "is not a whole number of MiB"),
+        ("[limits.pinned_device_memory]\n0 = '0M'", "is not a whole number of MiB"),
+        ("[limits.pinned_device_memory]\nfirst = '1G'", "names 'first', which is not a GPU"),
+        ("[guard]\nlow = 'maybe'", "is not one of true, false, auto"),
         ('group = "a\\u001bb"', "control characters"),
         ("run_dir = 'relative'", "not an absolute path"),
         ("run_dir = '/" + "x" * 120 + "'", "choose a run_dir that is"),
@@ -192,7 +203,7 @@ def test_named_file_must_exist(tmp_path: Path) -> None:
 def test_what_has_no_end_or_is_below_a_file_is_no_configuration() -> None:
     with pytest.raises(ConfigError, match="/dev/zero is larger than 1024 KiB"):
         load(Path("/dev/zero"), ENVIRON)
-    with pytest.raises(ConfigError, match="below what is no directory") as refused:
+    with pytest.raises(ConfigError, match=r"a parent of /dev/null/mpsd\.toml is not a directory") as refused:
         load(Path("/dev/null/mpsd.toml"), ENVIRON)
     assert refused.value.remedy == "check the path"
 
@@ -222,7 +233,7 @@ def test_socket_paths_are_measured_in_bytes() -> None:
 
 def test_every_key_is_documented_and_reads_back(tmp_path: Path) -> None:
     config = read(tmp_path, "[domains]\nspan = [['GPU-a']]\n[limits.pinned_device_memory]\n0 = '1G'\n")
-    text = to_toml(config)
+    text = to_toml(config, advanced=True)
     assert load(write(tmp_path, text), {}) == config
     for section, key, spec in keys():
         assert spec.metadata["doc"], f"{section}.{key}"
@@ -230,22 +241,34 @@ def test_every_key_is_documented_and_reads_back(tmp_path: Path) -> None:
     assert len(list(keys())) > len(fields(Config))
 
 
+def test_advanced_keys_are_shown_if_asked_for_or_set(tmp_path: Path) -> None:
+    assert {(section, key) for section, key, _ in keys()} >= BASIC
+    config = read(tmp_path, "[domains]\nspare = false\n[store]\nmax_descriptors = 8192\n")
+    text = to_toml(config)
+    assert load(write(tmp_path, text), {}) == config
+    shown = {line.split(" = ")[0] for line in text.splitlines() if " = " in line and line[0] != "#"}
+    unset = {"active_thread_percentage", "client_priority"}
+    assert shown == {key for _, key in BASIC} - unset | {"spare", "max_descriptors"}
+    assert "[journal]" not in text and "[journal]" in to_toml(config, advanced=True)
+
+
 def run_cli(*argv: str, environ: dict[str, str]) -> str:
     parser = ArgumentParser()
-    config_cli.add_arguments(parser)
+    commands.add_arguments(parser)
     out = io.StringIO()
-    assert config_cli.run(parser.parse_args(argv), environ, out, out) == 0
+    assert commands.run(parser.parse_args(argv), environ, out, out) == 0
     return out.getvalue()
 
 
 def test_check_and_show(tmp_path: Path) -> None:
     path = str(write(tmp_path, f"backend = 'simulated'\n{PLACES}"))
-    assert run_cli("check", path, environ=ENVIRON) == f"{path}: ok\n"
-    assert run_cli("check", environ={**ENVIRON, "MPSD_CONFIG": path}) == f"{path}: ok\n"
+    assert run_cli("check", path, environ=ENVIRON) == f"{path}: ok\n{UNLIMITED}"
+    assert run_cli("check", environ={**ENVIRON, "MPSD_CONFIG": path}) == f"{path}: ok\n{UNLIMITED}"
+    assert "[journal]" in run_cli("show", "--all", path, environ=ENVIRON)
     shown = run_cli("show", path, environ={**ENVIRON, "MPSD_LIMITS_CLIENTS": "7"})
     assert 'backend = "simulated"' in shown
     assert "clients = 7" in shown
-    # Whoever reads it need not be who may run it.
+    # A user may read and check a configuration that only root may run.
     everybodys = str(write(tmp_path, f"{PLACES}\n[domains]\nserve_default_path = true\n"))
     with patch("os.geteuid", return_value=1000):
         assert "serve_default_path = true" in run_cli("show", everybodys, environ=ENVIRON)
@@ -259,7 +282,7 @@ def test_check_and_show(tmp_path: Path) -> None:
         ("", {"MPSD_RUN_DIR": "/tmp/" + "x" * 70}),
         ("", {"MPSD_RUN_DIR": "/dev/null/r"}),
         ("", {"MPSD_LOG_DIR": "/tmp"}),
-        ("[failover]\nenabled = true", {}),
+        ("protect = 'most'", {}),
         ("[domains]\nspair = true", {}),
     ],
 )
@@ -269,7 +292,7 @@ def test_check_and_run_refuse_with_the_same_words(
     told = []
     for command in (["config", "check"], ["run", "--config"]):
         with pytest.MonkeyPatch.context() as patch:
-            # Neither gets so far as to make it.
+            # Neither command gets as far as creating the directory.
             for name, value in {"MPSD_STATE_DIR": "/dev/null/s", **environ}.items():
                 patch.setenv(name, value)
             assert cli.main([*command, str(write(tmp_path, text))]) == ConfigError.exit_code
@@ -278,8 +301,9 @@ def test_check_and_run_refuse_with_the_same_words(
 
 
 def test_check_accepts_what_a_variable_mends(tmp_path: Path) -> None:
-    path = str(write(tmp_path, f"{PLACES}\n[failover]\nenabled = true\n"))
-    assert run_cli("check", path, environ={**ENVIRON, "MPSD_VAULT_ENABLED": "true"}) == f"{path}: ok\n"
+    path = str(write(tmp_path, f"{PLACES}\n[domains]\nstart_retry_s = 100\n"))
+    mended = {**ENVIRON, "MPSD_DOMAINS_START_RETRY_MAX_S": "200"}
+    assert run_cli("check", path, environ=mended) == f"{path}: ok\n{UNLIMITED}"
 
 
 def test_check_names_wrong_variables_with_the_mistakes_of_the_file(tmp_path: Path) -> None:
@@ -295,13 +319,14 @@ def test_check_names_wrong_variables_with_the_mistakes_of_the_file(tmp_path: Pat
         ("MPSD_DOMAIN_SPARE", "did you mean MPSD_DOMAINS_SPARE?"),
         ("MPSD_SOKET", "did you mean MPSD_SOCKET?"),
         ("MPSD_ZZZZZZ", "mpsd config show"),
+        ("MPSD_ZONE_BYTES", "set MPSD_DEBUG=zone_bytes=VALUE instead"),
     ],
 )
 def test_check_tells_of_a_variable_that_means_nothing(tmp_path: Path, name: str, remedy: str) -> None:
     path = str(write(tmp_path, PLACES))
     told = run_cli("check", path, environ={**ENVIRON, name: "1"})
-    assert told.startswith(f"mpsd: variable without a meaning: {name} (")
-    assert remedy in told and told.endswith(f"{path}: ok\n")
+    assert told.startswith(f"mpsd: ignored the unknown variable {name} (")
+    assert remedy in told and told.endswith(f"{path}: ok\n{UNLIMITED}")
 
 
 def test_every_variable_that_something_here_reads_is_known() -> None:
@@ -311,21 +336,21 @@ def test_every_variable_that_something_here_reads_is_known() -> None:
         for source in (ROOT / folder).rglob(f"*.{ending}"):
             found.update(read.findall(source.read_text()))
     assert {"MPSD_REAL_LIBCUDA", "MPSD_FAILOVER", "MPSD_LIBCUDA_DIR", "MPSD_ZONE_BYTES"} <= found
-    assert not unknown_variables(dict.fromkeys(found, "1"))
+    assert not unknown_variables(dict.fromkeys(found - debug.RETIRED.keys(), "relay=off"))
     others = {"MPSD_SERVICE_HOST": "h", "MPSD_PORT": "tcp:"}
     assert not unknown_variables(others)
 
 
 def test_main_reports_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "x = 1")
-    assert config_cli.main(["check", str(path)]) == ConfigError.exit_code
+    assert commands.main(["check", str(path)]) == ConfigError.exit_code
     assert capsys.readouterr().err.startswith("mpsd: ")
 
 
 def test_check_names_every_mistake_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mpsd.toml"
     path.write_text('run_dirr = "x"\n[guard]\nlow = "maybe"\nlw = true\n[journal]\nmax_records = -5\n')
-    assert config_cli.main(["check", str(path)]) == ConfigError.exit_code
+    assert commands.main(["check", str(path)]) == ConfigError.exit_code
     told = capsys.readouterr().err
     for part in ("'run_dir'?", "guard.low = 'maybe'", "'guard.lw'", "max_records = -5"):
         assert part in told
@@ -358,24 +383,37 @@ def test_the_simulated_gpu_has_a_directory_of_its_own(tmp_path: Path) -> None:
         read(tmp_path, f"backend = 'simulated'\n[simulated]\ndir = '/{'x' * 100}'")
 
 
-def test_fail_over_needs_the_vault(tmp_path: Path) -> None:
-    text = "[vault]\nenabled = {}\n[failover]\nenabled = true\n"
-    with pytest.raises(ConfigError, match=r"needs vault\.enabled"):
-        read(tmp_path, text.format("false"))
-    config = read(tmp_path, text.format("true"))
-    assert config.failover.enabled and config.failover.mode == "exact"
-    assert not read(tmp_path, "").failover.enabled
-
-
 @pytest.mark.parametrize("line", ['mode = "some"', "per_minute = 0", 'driver = "libcuda.so.1"', "modes = 1"])
 def test_mistakes_in_fail_over_are_named(tmp_path: Path, line: str) -> None:
-    text = f"[vault]\nenabled = true\n[failover]\nenabled = true\n{line}\n"
+    text = f"[failover]\n{line}\n"
     with pytest.raises(ConfigError, match=f"failover.{line.split()[0]}"):
         read(tmp_path, text)
 
 
 def test_the_vault_leaves_room_for_leases(tmp_path: Path) -> None:
-    text = "[vault]\nenabled = {}\ndescriptors = 600\n[store]\nmax_descriptors = 1000\n"
-    with pytest.raises(ConfigError, match="more than half"):
-        read(tmp_path, text.format("true"))
-    assert not read(tmp_path, text.format("false")).vault.enabled
+    text = "protect = '{}'\n[vault]\ndescriptors = 600\n[store]\nmax_descriptors = 1000\n"
+    for level in ("auto", "guard"):
+        with pytest.raises(ConfigError, match="more than half"):
+            read(tmp_path, text.format(level))
+    assert read(tmp_path, text.format("observe")).vault.descriptors == 600
+
+
+def test_the_default_of_the_vault_leaves_half_of_a_smaller_store(tmp_path: Path) -> None:
+    small = read(tmp_path, "[store]\nmax_descriptors = 2048\n")
+    assert vault_limits(small).descriptors == 1024
+    assert vault_limits(read(tmp_path, "")).descriptors == Config().vault.descriptors
+    chosen = "[vault]\ndescriptors = 300\n[store]\nmax_descriptors = 2048\n"
+    assert vault_limits(read(tmp_path, chosen)).descriptors == 300
+
+
+def test_an_index_in_a_memory_limit_is_told_where_it_could_mean_another_gpu(tmp_path: Path) -> None:
+    both = [Gpu(index, f"GPU-{index}", "", "", 1) for index in range(2)]
+    by_index = read(tmp_path, "[limits.pinned_device_memory]\n0 = '1G'\nGPU-1 = '2G'\n")
+    by_uuid = read(tmp_path, "[limits.pinned_device_memory]\nGPU-1 = '2G'\n")
+    with capture_logs() as logged:
+        tell_indices(by_uuid, both)
+        tell_indices(by_index, both[:1])
+        assert logged == []
+        tell_indices(by_index, both)
+    (line,) = logged
+    assert (line["log_level"], line["indices"]) == ("warning", ["0"]) and line["remedy"]

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mpsd import controltext, pipedir
-from mpsd.control import OUTPUT_FILE, ControlDaemon, ControlGoneError, TerminateOutcome
-from mpsd.errors import (
+from mpsd.base.errors import (
     AlreadyRunningError,
     AmbiguousError,
     ConfigError,
@@ -22,11 +20,13 @@ from mpsd.errors import (
     DeadlineError,
     NotFoundError,
 )
-from mpsd.limits import SOCKET_PATH_LIMIT
-from mpsd.model import ProcessInstance, ServerState
+from mpsd.base.limits import SOCKET_PATH_LIMIT
+from mpsd.base.model import ProcessInstance, ServerState
+from mpsd.mps import answers, pipedir
+from mpsd.mps.control import OUTPUT_FILE, ControlDaemon, ControlGoneError, TerminateOutcome
 
-# In the foreground: a daemon that answers over its socket, and has one child that stands for a server.
-# Otherwise: the front end, which passes its stdin on. `behave` in the log directory says what to do instead.
+# In the foreground: a daemon that answers over its socket and has one child in place of a server.
+# Otherwise: the front end, which passes its stdin on. `behave` in the log directory overrides this.
 SCRIPT = """#!{python} -IS
 import os, signal, socket, subprocess, sys, time
 pipe = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
@@ -231,7 +231,7 @@ def test_commands_take_turns(rig: Rig) -> None:
         rig.behave("hang")
         first = asyncio.ensure_future(control.servers(20))
         await asyncio.sleep(0)
-        # The second finds the first at work and gives up in its own time.
+        # The second call finds the first in progress and fails at its own deadline.
         with pytest.raises(DeadlineError, match="busy"):
             await control.servers(0.05)
         first.cancel()
@@ -239,6 +239,56 @@ def test_commands_take_turns(rig: Rig) -> None:
             await first
         rig.behave("leave")
         assert await control.servers(20) == (7,)
+
+    asyncio.run(scenario())
+
+
+def test_a_missed_deadline_is_named_whole_and_not_by_what_was_left_of_it(rig: Rig) -> None:
+    async def scenario() -> None:
+        control = rig.control()
+        first = asyncio.create_task(control.servers(0.2))
+        await asyncio.sleep(0)
+        # This command waits for the first one, so less than its deadline is left when it begins.
+        with pytest.raises(DeadlineError, match=r"\(get_client_list 7\) did not end within 0\.5 s$"):
+            await control.clients(7, 0.5)
+        with pytest.raises(DeadlineError, match=r"within 0\.2 s$"):
+            await first
+        with pytest.raises(DeadlineError, match=r"no server in .* became ACTIVE within 0\.3 s"):
+            await control.wait_active(0.3)
+
+    rig.behave("hang")
+    asyncio.run(scenario())
+
+
+def test_a_daemon_whose_socket_was_removed_is_not_waited_for(rig: Rig) -> None:
+    """No command reaches it, so it never hears of quit. The caller ends it by force."""
+
+    async def scenario() -> None:
+        control = rig.control()
+        await control.start(20)
+        os.unlink(pipedir.socket_path(str(rig.pipe)))
+        with pytest.raises(DeadlineError, match="did not quit"):
+            async with asyncio.timeout(20):
+                await control.quit(600)
+        assert control.alive()
+        await control.kill()
+        control.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_files_of_a_daemon_do_not_depend_on_the_umask(rig: Rig) -> None:
+    async def scenario() -> None:
+        before = os.umask(0o077)
+        try:
+            control = rig.control()
+            await control.start(20)
+        finally:
+            os.umask(before)
+        assert rig.pipe.stat().st_mode & 0o777 == 0o755
+        assert os.stat(pipedir.socket_path(str(rig.pipe))).st_mode & 0o777 == 0o755
+        await control.quit(20)
+        control.close()
 
     asyncio.run(scenario())
 
@@ -267,10 +317,10 @@ def test_a_daemon_that_dies_at_once_is_quoted(rig: Rig) -> None:
 
 def test_a_daemon_that_dies_without_a_word_is_explained(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.behave("mute")
-    with pytest.raises(ControlError, match="with status 1: it said nothing"):
+    with pytest.raises(ControlError, match="with status 1: no output"):
         asyncio.run(rig.control().start(20))
-    monkeypatch.setattr("mpsd.control._full", lambda directory: True)
-    with pytest.raises(ControlError, match=r"no space is left in .*make room"):
+    monkeypatch.setattr("mpsd.mps.control._full", lambda directory: True)
+    with pytest.raises(ControlError, match=r"no space is left in .*free disk space"):
         asyncio.run(rig.control().start(20))
 
 
@@ -309,9 +359,9 @@ def test_adoption_needs_the_same_life_program_and_directory(rig: Rig, tmp_path: 
             ControlDaemon.adopt(*arguments, ProcessInstance(instance.pid, instance.start_ticks - 1))
         with pytest.raises(AmbiguousError, match="serves"):
             ControlDaemon.adopt(arguments[0], str(tmp_path / "other"), arguments[2], instance)
-        with pytest.raises(AmbiguousError, match="no control daemon"):
+        with pytest.raises(AmbiguousError, match="not mpsd's control daemon"):
             ControlDaemon.adopt("/bin/true", *arguments[1:], instance)
-        # An update of the driver: the same name leads elsewhere now.
+        # After a driver update the same name leads to another file.
         ControlDaemon.adopt(f"/nowhere/{rig.binary.name}", *arguments[1:], instance).close()
         with pytest.raises(AlreadyRunningError):
             await rig.control().start(20)
@@ -319,7 +369,7 @@ def test_adoption_needs_the_same_life_program_and_directory(rig: Rig, tmp_path: 
         adopted.close()
         with pytest.raises((NotFoundError, AmbiguousError)):
             ControlDaemon.adopt(*arguments, instance)
-        # What it left behind does not stop the next one.
+        # Files of a dead control daemon do not stop the next one.
         assert pipedir.ownership(str(rig.pipe)).owner is pipedir.Owner.STALE
         second = rig.control()
         await second.start(20)
@@ -334,7 +384,7 @@ def test_files_of_a_live_owner_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / pipedir.PID_FILE).write_text(str(os.getpid()))
     os.utime(tmp_path / pipedir.PID_FILE)
     (tmp_path / "control_lock").touch()
-    # This process is alive, but it serves another directory: the number was used again.
+    # This process is alive, but it serves another directory: the pid was used again.
     assert pipedir.ownership(directory).owner is pipedir.Owner.STALE
     (tmp_path / pipedir.PID_FILE).write_text("not a number")
     assert pipedir.ownership(directory) == pipedir.Ownership(pipedir.Owner.STALE, None)
@@ -350,23 +400,30 @@ def test_a_path_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_replies_are_read_tolerantly() -> None:
-    assert controltext.pids("") == ()
-    assert controltext.pids(" 12\n13 14\n") == (12, 13, 14)
-    assert controltext.server_state(" fault \n") is ServerState.FAULT
-    assert controltext.terminated("0").outcome is TerminateOutcome.DONE
-    assert controltext.terminated("").outcome is TerminateOutcome.REFUSED
-    # Driver 580, a server that is not there: the last line is an error, not success.
+    assert answers.pids("") == ()
+    assert answers.pids(" 12\n13 14\n") == (12, 13, 14)
+    assert answers.server_state(" fault \n") is ServerState.FAULT
+    assert answers.terminated("0").outcome is TerminateOutcome.DONE
+    assert answers.terminated("").outcome is TerminateOutcome.REFUSED
+    # Driver 580, a server that does not exist: the last line is an error, not success.
     absent = "Server 9 not found\nServer 9 not found!\n1"
-    assert controltext.terminated(absent).outcome is TerminateOutcome.REFUSED
-    assert controltext.server_state("Server 999999 not found") is ServerState.GONE
-    assert controltext.accepted("start_server", "") == ""
-    assert controltext.percentage("25.0\n") == 25.0
-    assert controltext.priority("Default client priority is 1\n") == 1
+    assert answers.terminated(absent).outcome is TerminateOutcome.REFUSED
+    assert answers.server_state("Server 999999 not found") is ServerState.GONE
+    assert answers.accepted("start_server", "") == ""
+    assert answers.percentage("25.0\n") == 25.0
+    assert answers.priority("Default client priority is 1\n") == 1
     for parse, text in (
-        (controltext.pids, "12 x"),
-        (controltext.server_state, "DANCING"),
-        (controltext.percentage, "\n"),
-        (controltext.priority, "none"),
+        (answers.pids, "12 x"),
+        (answers.pids, f"12 {(1 << 22) + 1}"),
+        (answers.pids, "9" * 5000),
+        (answers.percentage, "nan"),
+        (answers.percentage, "100.5"),
+        (answers.percentage, "1e300"),
+        (answers.priority, "2"),
+        (answers.priority, "9" * 5000),
+        (answers.server_state, "DANCING"),
+        (answers.percentage, "\n"),
+        (answers.priority, "none"),
     ):
         with pytest.raises(ControlError):
             parse(text)

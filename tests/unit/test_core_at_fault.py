@@ -1,4 +1,4 @@
-"""An exception of the SMs that the kernel's log tells of: whose it is by what its server does."""
+"""An SM exception in the kernel log is attributed to a domain by what the domain's server does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core.records import Source
+from mpsd.core.faults.records import Source
 from tests.support.core import GPU, MISALIGNED, OUT_OF_RANGE, REGISTER, server_of
 from tests.unit.test_core_failover import site
 
@@ -16,7 +16,7 @@ def test_an_exception_that_names_nobody_is_that_of_the_server_at_a_fault() -> No
     world.kernel(13, OUT_OF_RANGE)
     (watch,) = world.made(fx.WatchServers)
     assert (watch.gpu, dict(watch.servers)) == (GPU, {d: server_of(d) for d in ("d1", "d2")})
-    # Its second line, and what NVML tells of it, begin no second look.
+    # The second line of the exception, and its NVML event, start no second look.
     world.kernel(13, REGISTER)
     assert not world.made(fx.WatchServers)
     world.nvml(13)
@@ -26,7 +26,7 @@ def test_an_exception_that_names_nobody_is_that_of_the_server_at_a_fault() -> No
     record = world.record()
     assert (record.fault_class, record.domain) == ("sm-out-of-range", "d1")
     assert Source.KERNEL_LOG in {e.source for e in record.evidence} and not world.state.strays
-    # What the server says in the end is of the same fault.
+    # The server's own message belongs to the same fault.
     world.wait(0.2).do(ev.ServerFatalLogged("d1", "fatal GPU error"))
     assert not world.ever(fx.Move)[1:] and len(world.records()) == 1
 
@@ -63,7 +63,7 @@ def test_who_is_at_a_fault_says_nothing_where_it_may_be_another_one(why: str) ->
 
 @pytest.mark.parametrize("domain", ["d2", "d3"])
 def test_a_domain_in_which_nobody_could_go_on_elsewhere_is_not_hurried(domain: str) -> None:
-    """The standby, or another user's: its server may be kept by what is another one's fault."""
+    """The standby domain, or another user's: its server may be held up by a fault of another domain."""
     world = site(10)
     world.want("gpu0.uid2000", uid=2000)
     world.started("d3")
@@ -71,7 +71,7 @@ def test_a_domain_in_which_nobody_could_go_on_elsewhere_is_not_hurried(domain: s
     world.kernel(13, OUT_OF_RANGE)
     world.do(ev.ServerAtFault(domain, server_of(domain), GPU))
     assert not world.records() and world.state.strays
-    # Whose it was says so, and finds all as it was.
+    # The domain at fault reports itself, and no state has changed until then.
     world.wait(0.02).do(ev.ServerFatalLogged("d1", "fatal GPU error"))
     assert world.told() == [10] and world.record().fault_class == "sm-out-of-range"
 

@@ -1,4 +1,4 @@
-"""Who is blamed for what another did, and who is left where nobody can stay."""
+"""Blame during turns and late moves: no client is named, or left in a dead domain, for another's fault."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from mpsd.base.model import Confidence, FailoverMode, ServerState
 from mpsd.core import events as ev
-from mpsd.core import failover
-from mpsd.core import memberevents as mev
 from mpsd.core.draft import FAILOVERS_KEPT, Draft
-from mpsd.core.standby import Outcome, Standing, Turn
+from mpsd.core.failover import plan
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Outcome, Standing, Turn
 from mpsd.core.state import DomainState
-from mpsd.model import Confidence, FailoverMode, ServerState
 from tests.support.core import GPU, SLOT, UID, process, server_of
 from tests.unit.test_core_failover import ON, Site, site, suspected, turns_of
-from tests.unit.test_core_turns import comes, suspects, turns
+from tests.unit.test_core_serialreplay import comes, suspects, turns
 
 
 def why(world: Site, pid: int) -> str:
@@ -28,7 +28,7 @@ def test_who_has_its_turn_is_not_blamed_for_what_another_did(what: str) -> None:
     assert turns_of(world)[10] is Turn.HAS
     world.started("d3")
     world.is_ready(9, 3)
-    # Nothing of the first domain is late any more.
+    # Late signs of the first domain are over.
     world.wait(3)
     if what == "another is certain":
         world.attach(12, "d2")
@@ -38,7 +38,7 @@ def test_who_has_its_turn_is_not_blamed_for_what_another_did(what: str) -> None:
     else:
         world.kernel(79, "GPU has fallen off the bus.")
         world.server_state("d2", ServerState.FAULT)
-    assert why(world, 10) != failover.FAULTED_AGAIN
+    assert why(world, 10) != plan.FAULTED_AGAIN
     if what != "the device failed":
         assert world.standing(10) is not Standing.LEFT_BEHIND
         world.is_ready(10, 3)
@@ -58,7 +58,7 @@ def test_who_was_not_ready_for_a_drain_moves_when_the_old_server_dies() -> None:
 
 
 def test_a_turn_is_had_once_for_each_move() -> None:
-    """Who says once more that it waits has it at once, and keeps nobody else waiting."""
+    """A client that reports a second time that it waits gets its turn at once and delays no other client."""
     world = suspects(10, 11)
     comes(world, 10, 1)
     comes(world, 11, 30)
@@ -91,20 +91,20 @@ def test_who_comes_after_a_restart_moves_where_the_server_died_meanwhile() -> No
         world.attach(10, name)
     world.do(ev.ServerDied("d1", server_of("d1")))
     world.do(ev.AdoptionDone())
-    world.do(ev.CopiesSeen(""))
+    world.do(ev.DriverFilesSeen(""))
     world.hello(10)
     world.do(mev.MemberReady(process(10), 2))
     assert world.told() == [10]
 
 
 def test_a_record_is_kept_for_as_long_as_somebodys_word_is_to_come() -> None:
-    """However many others there are since."""
+    """The record stays however many newer records there are."""
     world = site(10)
     world.do(ev.DrainRequested((), True))
     waits = world.failover()
-    (fate,) = waits.fates
-    assert fate.outcome is Outcome.TOLD
-    over = replace(waits, fates=(replace(fate, outcome=Outcome.MOVED),))
+    (entry,) = waits.fates
+    assert entry.outcome is Outcome.TOLD
+    over = replace(waits, fates=(replace(entry, outcome=Outcome.MOVED),))
     draft = Draft(world.state, waits.at + 100)
     for number in range(300):
         draft.put_failover(replace(over, id=waits.id + 1 + number))

@@ -1,17 +1,14 @@
-"""Clients: noticed, leased, dead, lingering, evicted.
-
-Long because every end of a client is a case of its own.
-"""
+"""Clients: noticed, leased, dead, lingering, evicted."""
 
 from __future__ import annotations
 
 import pytest
 
+from mpsd.base.model import ClientId, Confidence, Liveness
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.state import ClientState, DomainState
-from mpsd.model import ClientId, Confidence, Liveness
-from tests.support.core import UID, World, control_of, facts, process, server_of
+from tests.support.core import REQUESTER, UID, World, control_of, facts, process, server_of
 
 NOT_RUNNING = [Liveness.STOPPED, Liveness.TRACED, Liveness.FROZEN, Liveness.DEAD]
 
@@ -171,7 +168,7 @@ def test_endless_work_poisons_the_domain_and_is_held_to_the_last() -> None:
     assert world.domain("d1").state is DomainState.POISONED
     assert world.path() == "d2"
     record = world.record()
-    # It may be a short kernel that waits behind one of theirs.
+    # It may be a short kernel that waits behind a kernel of another client.
     assert (record.fault_class, record.confidence) == ("hang", Confidence.LIKELY)
     assert record.offender is not None and record.offender.id.process == process(10)
     assert not record.victims
@@ -181,7 +178,7 @@ def test_endless_work_poisons_the_domain_and_is_held_to_the_last() -> None:
     assert not any(pid == 10 for pid, _ in released(world))
     world.die(12)
     assert [e.domain for e in world.made(fx.StopDomain)] == ["d1"]
-    # While its server is there the kernel runs, and would fault without its memory.
+    # While its server is alive the kernel runs, and would fault without its memory.
     assert not any(pid == 10 for pid, _ in released(world))
     world.stopped("d1")
     assert sorted(released(world)) == [(10, 0), (12, 0)]
@@ -330,13 +327,18 @@ def test_eviction_asks_then_kills_then_answers() -> None:
     world = World().ready()
     world.join(10, 11)
     world.evict(10)
-    told, terminate = world.last
+    audited, told, terminate = world.last
+    assert isinstance(audited, fx.AuditEviction) and audited.outcome == "begun"
+    assert audited.grounds == fx.Grounds(UID, "asked", ("leased", "own"), REQUESTER)
     assert isinstance(told, fx.Publish) and (told.kind, told.owner) == ("client-evicting", 1000)
     assert told.data == {"domain": "d1", "pid": 10, "reason": "asked"}
     assert terminate == fx.Terminate("d1", server_of("d1"), process(10), 0.05)
     assert world.client("d1", 10).state is ClientState.TERMINATING
     world.wait(0.008).terminate_finished(10)
-    assert world.made(fx.Kill) == [fx.Kill(ClientId("d1", process(10)), "asked")]
+    (kill,) = world.made(fx.Kill)
+    assert kill == fx.Kill(ClientId("d1", process(10)), "asked")
+    assert kill.grounds is not None and kill.grounds.requester == REQUESTER
+    assert kill.grounds.steps == ("done", "SIGKILL")
     world.wait(0.002).die(10)
     (answer,) = world.made(fx.Answer)
     assert (answer.request, answer.ok) == ("r1", True)

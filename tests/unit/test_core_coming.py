@@ -1,4 +1,4 @@
-"""Programs that were told to move to a domain that is lost before they say that they have come there."""
+"""Clients that were told to move to a domain that faults before they report their arrival."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Callable
 
 import pytest
 
+from mpsd.base.model import ClientId, FailoverMode
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core import memberevents as mev
 from mpsd.core.draft import FAILOVERS_KEPT
-from mpsd.core.records import Source
-from mpsd.core.standby import Outcome, Standing, Turn
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Outcome, Standing, Turn
+from mpsd.core.failover.serialreplay import GUESS_S
+from mpsd.core.faults.records import Source
 from mpsd.core.state import DomainState
-from mpsd.core.turns import GUESS_S
-from mpsd.model import ClientId, FailoverMode
 from tests.support.core import facts, process, server_of
 from tests.unit.test_core_failover import AT_ONCE, IN_TURN, KEEP, ON, Site, again, site, turns_of
 from tests.unit.test_core_guess import named
-from tests.unit.test_core_turns import all_told, another, comes, lose, lost
+from tests.unit.test_core_serialreplay import all_told, another, comes, lose, lost
 
 EXACT = FailoverMode.EXACT
 
 
 def on_its_way(*, planned: bool) -> Site:
-    """10 was told to go from d1 to d2, which is lost before it says anything; 11 has come there."""
+    """Client 10 was told to move from d1 to d2, which faults before its report; client 11 has arrived."""
     world = all_told(10, 11)
     if planned:
         world.do(ev.DrainRequested((), True))
@@ -38,7 +38,7 @@ def on_its_way(*, planned: bool) -> Site:
 
 
 def has_it(world: Site) -> bool:
-    """Whether the lease of 10 in d2 is held."""
+    """Return whether the lease of 10 in d2 is held."""
     return ClientId("d2", process(10)) in world.state.clients
 
 
@@ -47,7 +47,7 @@ def stays(world: Site) -> None:
 
 
 def comes_again(world: Site) -> None:
-    """By a new connection, and it has not moved."""
+    """Connect again without having moved."""
     world.hello(10, EXACT)
 
 
@@ -71,7 +71,7 @@ def test_the_domain_ends_over_who_does_not_come(planned: bool, what: Callable[[S
 
 
 def test_who_comes_when_the_domain_has_ended_is_for_the_next_one() -> None:
-    """It had been stopped for a while: what it was told it does then."""
+    """The client had been stopped for a while and carries out the old command to move."""
     world = on_its_way(planned=False)
     world.do(ev.ClientDied(process(11)))
     world.started("d3")
@@ -119,7 +119,7 @@ def test_one_that_is_silent_on_a_guess_keeps_nobody_from_being_named_for_long() 
 
 @pytest.mark.parametrize("first", [True, False], ids=["ends first", "ends last"])
 def test_who_waited_there_when_it_ended_has_not_made_the_fault(first: bool) -> None:
-    """It was named in d1, is the youngest, and had nothing but a standby in d2."""
+    """The client was named in d1, is the youngest, and had only a standby context in d2."""
     world = all_told(10, 11, 12)
     world.fault(12)
     if first:
@@ -137,7 +137,7 @@ def test_who_waited_there_when_it_ended_has_not_made_the_fault(first: bool) -> N
 
 
 def test_it_comes_to_a_domain_that_is_lost_and_not_gone() -> None:
-    """A stranger stays there; its own context it has lost: it is for the next standby."""
+    """A foreign client stays there. The client's own context is dead: it waits for the next one."""
     world = all_told(10)
     lost(world)
     world.attach(14, "d2")
@@ -170,16 +170,16 @@ def test_an_exec_that_is_seen_late_leaves_the_new_programs_word() -> None:
     world.do(ev.ClientNoticed("d1", facts(10)))
     world.do(ev.ClientAttached("d1", process(10), 1, tracked=True, space=1, apart=True))
     assert [e.process.pid for e in world.ever(fx.OfferStandby)] == [10]
-    # Where it was the old one's connection, its end ends that.
+    # If the connection was the old program's, its end removes the participant.
     world.do(ev.ClientLeft(process(10), "exit"))
     world.do(mev.MemberLeft(process(10)))
     assert process(10) not in world.state.members
 
 
 def test_words_are_waited_for_beside_many_other_records() -> None:
-    """More than are kept, so that the one which is revised goes."""
+    """There are more records than are kept, so the one being revised would be dropped."""
     world = Site(ON)
-    world.do(ev.CopiesSeen(""))
+    world.do(ev.DriverFilesSeen(""))
     first = 0
     for number in range(FAILOVERS_KEPT + 1):
         uid, slot = 1000 + number, f"gpu0.uid{1000 + number}"
@@ -187,16 +187,16 @@ def test_words_are_waited_for_beside_many_other_records() -> None:
         active = world.state.slots[slot].active
         assert active is not None
         world.started(active)
-        spare = world.state.slots[slot].spare
-        assert spare is not None
-        world.started(spare)
+        standby = world.state.slots[slot].spare
+        assert standby is not None
+        world.started(standby)
         pids = (500, 501) if number == 0 else (600 + number,)
         for pid in pids:
-            for domain in (active, spare):
+            for domain in (active, standby):
                 world.do(ev.ClientNoticed(domain, facts(pid, uid=uid)))
                 world.do(ev.ClientAttached(domain, process(pid), 1, tracked=True, apart=True))
             world.do(mev.MemberCame(process(pid), uid, KEEP, 0))
-        generation = int(spare.removeprefix("d"))
+        generation = int(standby.removeprefix("d"))
         world.do(mev.MemberReady(process(pids[0]), generation, 1, 1))
         world.do(ev.ServerDied(active, server_of(active)))
         if number == 0:

@@ -1,13 +1,14 @@
-"""A fault of the device takes servers with it: that is nobody's doing, whoever is told of it first."""
+"""A device fault ends servers: no client is blamed, whichever sign arrives first."""
 
 from __future__ import annotations
 
 import pytest
 
+from mpsd.base.model import Confidence, ServerState
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
+from mpsd.core.faults import taxonomy
 from mpsd.core.state import DomainState
-from mpsd.model import Confidence, ServerState
 from tests.support.core import GPU, World, mmu_text
 
 FATAL = "Server is handling a fatal GPU error."
@@ -27,7 +28,7 @@ def test_what_a_server_says_after_its_gpu_fell_off_the_bus_blames_nobody(world: 
     (record,) = world.records().values()
     assert (record.fault_class, record.domain, record.offender) == ("device-bus", None, None)
     assert record.suspects == ()
-    # Its server is lost all the same: who comes now goes to the spare.
+    # Its server is lost in any case: new clients go to the standby domain.
     assert world.domain("d1").state is DomainState.FAULTED
     assert world.domain("d1").last_fault == record.id
     assert world.path() == "d2"
@@ -73,3 +74,26 @@ def test_a_late_line_of_the_kernel_log_joins_the_fault_of_a_domain_that_is_gone(
     (record,) = world.records().values()
     assert record.fault_class == "mmu-invalid-address"
     assert not world.state.strays
+
+
+@pytest.mark.parametrize("xid", sorted(taxonomy.LOST_XIDS))
+def test_an_xid_after_which_the_gpu_runs_nothing_marks_it_as_lost(world: World, xid: int) -> None:
+    world.kernel(xid, "GPU has fallen off the bus.")
+    assert list(world.state.lost_gpus) == [GPU]
+    assert world.state.lost_gpus[GPU].startswith(f"Xid {xid}: ")
+    # Both sources report it, and a later Xid of its kind is its consequence.
+    world.nvml(xid)
+    world.kernel(119, "Timeout waiting for RPC from GSP!")
+    assert world.state.lost_gpus[GPU].startswith(f"Xid {xid}: ")
+
+
+@pytest.mark.parametrize("xid", [13, 31, 43, 48, 62, 63, 74, 94, 119, 120])
+def test_a_gpu_that_works_on_is_not_lost(world: World, xid: int) -> None:
+    world.kernel(xid, "text")
+    assert not world.state.lost_gpus
+
+
+def test_a_lost_gpu_of_an_earlier_mpsd_stays_lost(world: World) -> None:
+    world.do(ev.GpuLost(GPU, "Xid 79: gone"))
+    assert world.state.lost_gpus == {GPU: "Xid 79: gone"}
+    assert not world.records()

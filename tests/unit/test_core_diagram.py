@@ -1,14 +1,14 @@
-"""The state diagrams, and the README that shows them."""
+"""The state diagrams, and the page that shows them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from mpsd.core import diagram
 from mpsd.core.lifecycle import CLIENT_TABLE, DOMAIN_TABLE
+from tests.support import diagram
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "mpsd" / "docs" / "architecture.md"
 
 
 def test_every_transition_is_drawn() -> None:
@@ -30,9 +30,10 @@ def test_diagrams_are_mermaid() -> None:
     assert domains[-1] == "    stopping --> [*]: stopped"
 
 
-def test_the_readme_shows_the_tables() -> None:
-    readme = README.read_text() if README.exists() else ""
-    assert readme == diagram.filled(readme), "the README is behind: write diagram.filled(README.md) to it"
+def test_the_page_shows_the_tables() -> None:
+    page = PAGE.read_text()
+    assert "<!-- domain-states -->" in page and "<!-- client-states -->" in page
+    assert page == diagram.filled(page), f"{PAGE.name} is out of date: write diagram.filled(page) to it"
 
 
 def test_both_diagrams_go_between_their_markers() -> None:

@@ -1,16 +1,13 @@
-"""Slots and domains: starting, switching, draining, stopping, adoption, exclusive mode.
-
-Long because every way in and out of service is a case of its own.
-"""
+"""Slots and domains: starting, switching, draining, stopping, adoption, exclusive mode."""
 
 from __future__ import annotations
 
 import pytest
 
+from mpsd.base.model import ServerState
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.state import ClientState, DomainState, Policy
-from mpsd.model import ServerState
 from tests.support.core import GPU, SLOT, UID, World, control_of, facts, process, server_of
 
 ACTIVE, SPARE, OLD = ev.DomainRole.ACTIVE, ev.DomainRole.SPARE, ev.DomainRole.OLD
@@ -205,7 +202,7 @@ def test_control_death_of_a_faulted_domain() -> None:
     assert world.record().offender.facts.instance.pid == 11  # type: ignore[union-attr]
 
 
-# Retrying where no spare can be started
+# Retrying where no standby domain can be started
 
 
 def test_without_a_spare_the_path_stays_until_another_domain_has_started() -> None:
@@ -216,7 +213,7 @@ def test_without_a_spare_the_path_stays_until_another_domain_has_started() -> No
     world.fault(10)
     assert world.path() == "d1"
     assert [e.domain for e in world.made(fx.StartDomain)] == ["d2"]
-    assert "fresh domain is being started" in world.record().action
+    assert "starting a fresh domain" in world.record().action
     world.die(10)
     assert [e.domain for e in world.made(fx.AskServer)] == ["d1"]
     world.started("d2")
@@ -406,7 +403,7 @@ def test_stop_kills_the_clients_and_then_stops_every_domain() -> None:
     assert not world.ever(fx.DropPath)
     world.die(10)
     assert [e.domain for e in world.made(fx.StopDomain)] == ["d1"]
-    # What they left may run for as long as the server does.
+    # Work of the killed clients may run for as long as the server does.
     assert not world.made(fx.ReleaseLease)
     world.stopped("d1")
     assert {e.client.process.pid for e in world.made(fx.ReleaseLease)} == {10, 11}
@@ -421,10 +418,10 @@ def test_stop_kills_the_clients_and_then_stops_every_domain() -> None:
 def test_stop_ends_a_domain_that_is_starting_and_a_client_that_comes_late() -> None:
     world = World()
     world.want()
-    world.do(ev.ClientNoticed("d1", facts(10)))
+    world.do(ev.ClientNoticed("d1", facts(10), listed=True))
     world.do(ev.StopRequested())
     assert [e.client.process.pid for e in world.made(fx.Kill)] == [10]
-    world.do(ev.ClientNoticed("d1", facts(11)))
+    world.do(ev.ClientNoticed("d1", facts(11), listed=True))
     assert [e.client.process.pid for e in world.made(fx.Kill)] == [11]
     world.started("d1")
     assert world.path() is None

@@ -1,7 +1,4 @@
-"""Fail-over as core decides it: who is offered a standby, who is told, who is not, and what is remembered.
-
-Long because each sign, word and death by itself has a case here.
-"""
+"""Fail-over decisions: which clients core offers a standby context, which it moves, and the record."""
 
 from __future__ import annotations
 
@@ -9,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from mpsd.base.model import ClientId, Confidence, FailoverMode, ReplayMode, ServerState
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core import failover
-from mpsd.core import memberevents as mev
-from mpsd.core.domains import LEFT_STOP_S
-from mpsd.core.records import Source
-from mpsd.core.standby import FailoverRecord, Outcome, Standing, Turn
+from mpsd.core.domains import ABANDONED_STOP_S
+from mpsd.core.failover import plan
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import FailoverRecord, Outcome, Standing, Turn
+from mpsd.core.failover.serialreplay import SLOW_TURN_S
+from mpsd.core.faults.records import Source
 from mpsd.core.state import DomainState, Policy
-from mpsd.core.turns import SLOW_TURN_S
-from mpsd.model import Again, ClientId, Confidence, FailoverMode, ServerState
 from tests.support.core import GPU, SLOT, UID, World, process, server_of, uvm
 
 KEEP = FailoverMode.KEEP
@@ -26,7 +23,7 @@ ON = Policy(failover=KEEP, linger_limit_s=30.0)
 
 
 class Site(World):
-    """A world in which programs speak."""
+    """A world in which clients send messages."""
 
     def attach(self, pid: int, domain: str) -> None:
         from tests.support.core import facts
@@ -48,7 +45,7 @@ class Site(World):
         return self.state.members[process(pid)].standing
 
     def told(self) -> list[int]:
-        """Who was told to move by the last event."""
+        """Return the clients that the last event told to move."""
         return [e.process.pid for e in self.made(fx.Move)]
 
     def failover(self) -> FailoverRecord:
@@ -59,10 +56,10 @@ class Site(World):
 
 
 def site(*pids: int, policy: Policy = ON) -> Site:
-    """d1 active, d2 its standby, in which these programs of d1 are ready."""
+    """d1 active, d2 its standby domain, in which these clients of d1 are ready."""
     world = Site(policy)
     world.ready()
-    world.do(ev.CopiesSeen(""))
+    world.do(ev.DriverFilesSeen(""))
     for pid in pids:
         world.attach(pid, "d1")
         world.hello(pid)
@@ -74,7 +71,7 @@ def site(*pids: int, policy: Policy = ON) -> Site:
 def test_a_program_is_offered_the_spare_once_its_context_is_leased() -> None:
     world = Site(ON)
     world.ready()
-    world.do(ev.CopiesSeen(""))
+    world.do(ev.DriverFilesSeen(""))
     world.hello(10)
     assert world.made(fx.Welcome) == [fx.Welcome(process(10), KEEP)]
     world.join(10)
@@ -101,7 +98,7 @@ def test_without_copies_nothing_is_offered_until_there_are_some() -> None:
     world.join(10)
     world.hello(10)
     assert not world.ever(fx.OfferStandby)
-    world.do(ev.CopiesSeen(""))
+    world.do(ev.DriverFilesSeen(""))
     assert [e.generation for e in world.made(fx.OfferStandby)] == [2]
 
 
@@ -109,7 +106,7 @@ def test_without_a_spare_of_its_own_one_is_started_for_the_willing_and_given_up_
     world = Site(replace(ON, spare=False))
     world.want()
     world.started("d1")
-    world.do(ev.CopiesSeen(""))
+    world.do(ev.DriverFilesSeen(""))
     assert not world.state.slots[SLOT].spare
     world.attach(10, "d1")
     world.hello(10)
@@ -135,8 +132,8 @@ def test_survivors_are_told_in_the_decision_that_switches_the_path_and_the_offen
     record = world.failover()
     assert (record.domain, record.to, record.generation, record.fault) == ("d1", "d2", 2, world.record().id)
     assert world.outcomes() == {10: Outcome.TOLD, 11: Outcome.TOLD, 12: Outcome.NOT_TOLD}
-    assert world.pids(world.record().victims) == [10, 11]
-    # Its other context lies where they are going: it ends when they have gone.
+    assert not world.record().victims and world.pauses(world.record()) == {10: None, 11: None}
+    # Its standby context is where the participants are going: the client is killed after they have moved.
     assert not world.made(fx.Kill)
     (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-put-out")
     world.timer(timer.kind, timer.subject)
@@ -157,9 +154,9 @@ def test_after_a_move_the_old_context_holds_up_nothing() -> None:
     world.moved(10, 2)
     assert world.made(fx.ReleaseLease) == [fx.ReleaseLease(ClientId("d1", process(10)))]
     assert world.state.members[process(10)].home == "d2"
-    # Only the offender is left in it. The context that was left may stay for good: it is not waited for.
+    # Only the offender is left there. The old context may exist for good: mpsd does not wait for it.
     world.die(11)
-    assert world.made(fx.StopDomain) == [fx.StopDomain("d1", LEFT_STOP_S)]
+    assert world.made(fx.StopDomain) == [fx.StopDomain("d1", ABANDONED_STOP_S)]
     world.stopped("d1")
     assert {c.id.domain for c in world.state.spaces_of(process(10))} == {"d2"}
     world.started("d3")
@@ -174,10 +171,10 @@ def test_suspects_are_all_told_and_recorded_as_such() -> None:
 
 
 def exact(*pids: int) -> Site:
-    """As site(), in mode exact, but for the last of them."""
+    """As site(), in mode exact, except for the last client."""
     world = Site(replace(ON, failover=FailoverMode.EXACT))
     world.ready()
-    world.do(ev.CopiesSeen(""))
+    world.do(ev.DriverFilesSeen(""))
     for pid in pids:
         world.attach(pid, "d1")
         world.hello(pid, KEEP if pid == pids[-1] else FailoverMode.EXACT)
@@ -186,10 +183,10 @@ def exact(*pids: int) -> Site:
     return world
 
 
-LOST, AGAIN, IN_TURN, AT_ONCE = Again
+LOST, AGAIN, IN_TURN, AT_ONCE = ReplayMode
 
 
-def again(world: Site) -> dict[int, Again]:
+def again(world: Site) -> dict[int, ReplayMode]:
     return {e.process.pid: e.again for e in world.made(fx.Move)}
 
 
@@ -200,8 +197,10 @@ def test_what_was_in_flight_is_done_again_where_it_is_known_whose_fault_it_was()
 
 
 def suspected(*pids: int) -> Site:
-    """Nobody is named, and all of them have moved; those but the last wait for their turns. One of these has
-    to be the youngest."""
+    """No client is named, and all have moved; all but the last wait for their turns.
+
+    One of the waiting clients has to be the youngest.
+    """
     world = exact(*pids)
     world.kernel(43, "channel 0x1", server_of("d1").pid, "nvidia-cuda-mps")
     assert again(world) == {pid: LOST if pid == pids[-1] else IN_TURN for pid in pids}
@@ -216,15 +215,15 @@ def turns_of(world: Site) -> dict[int, Turn]:
 
 def test_suspects_do_their_work_again_one_after_the_other() -> None:
     world = suspected(10, 11, 12, 9)
-    assert [e.process.pid for e in world.ever(fx.HaveTurn)] == [10]
+    assert [e.process.pid for e in world.ever(fx.GrantTurn)] == [10]
     assert turns_of(world) == {10: Turn.HAS, 11: Turn.WAITS, 12: Turn.WAITS}
     world.do(mev.MemberDone(process(12), 1))
     assert turns_of(world)[12] is Turn.WAITS
     world.do(mev.MemberDone(process(10), 2, 5, 6))
-    assert world.made(fx.HaveTurn) == [fx.HaveTurn(process(11), 2)]
-    (fate,) = (f for f in world.failover().fates if f.process.pid == 10)
-    assert (fate.restored_bytes, fate.replayed, fate.why) == (5, 6, "")
-    # One that gives up, and one that ends.
+    assert world.made(fx.GrantTurn) == [fx.GrantTurn(process(11), 2)]
+    (entry,) = (f for f in world.failover().fates if f.process.pid == 10)
+    assert (entry.restored_bytes, entry.replayed, entry.why) == (5, 6, "")
+    # One client abandons its replay, and one ends.
     world.do(mev.MemberDone(process(12), 2, missing="nobody knows"))
     assert turns_of(world) == {11: Turn.HAS}
     world.do(mev.MemberLeft(process(11)))
@@ -238,8 +237,10 @@ def test_whose_work_faults_again_is_the_offender() -> None:
     world.kernel(43, "channel 0x1", server_of("d2").pid, "nvidia-cuda-mps")
     assert again(world) == {9: LOST}
     assert world.standing(10) is Standing.LEFT_BEHIND
-    assert {f.process.pid: f.why for f in world.failover().fates}[10] == "what it did again faulted again"
-    # The one that still waited for its turn had no standby yet: it goes there once it has one.
+    assert {f.process.pid: f.why for f in world.failover().fates}[
+        10
+    ] == "the replay of its work faulted again"
+    # The client still waiting for its turn had no standby context: it moves there once it has one.
     assert turns_of(world) == {11: Turn.WAITS}
     assert [e.process.pid for e in world.ever(fx.OfferStandby) if e.generation == 3] == [9, 11]
     world.is_ready(11, 3)
@@ -250,7 +251,7 @@ def test_whose_work_faults_again_is_the_offender() -> None:
 
 @pytest.mark.parametrize("says", [True, False])
 def test_who_has_work_to_do_again_is_offered_its_next_standby_after_that(says: bool) -> None:
-    """While it makes one it would not hear that it has its turn."""
+    """A client that prepares a standby context cannot receive its turn."""
     world = suspected(10, 11, 9)
     (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-turn")
     world.started("d3")
@@ -258,7 +259,7 @@ def test_who_has_work_to_do_again_is_offered_its_next_standby_after_that(says: b
     if says:
         world.do(mev.MemberDone(process(10), 2, 5, 6))
     else:
-        # Its work may still be what a fault is taken to be of, and its word that it has ended is awaited.
+        # A fault may still be attributed to its work, so the report of its end is awaited.
         world.timer("failover-turn", timer.subject)
         assert world.made(fx.OfferStandby) == []
         world.wait(SLOW_TURN_S)
@@ -290,16 +291,16 @@ def test_what_may_be_missing_is_recorded() -> None:
     world.fault(11)
     world.is_ready(10, 2)
     world.do(mev.MemberMoved(process(10), 2, 1, 2, 3, 0, 0, "memory of another process"))
-    (fate,) = (f for f in world.failover().fates if f.process.pid == 10)
-    assert fate.outcome is Outcome.MOVED
-    assert fate.why == "what was in flight may be missing: memory of another process"
+    (entry,) = (f for f in world.failover().fates if f.process.pid == 10)
+    assert entry.outcome is Outcome.MOVED
+    assert entry.why == "work in flight may be missing: memory of another process"
 
 
 def test_who_is_named_after_all_were_told_does_not_stay_among_them() -> None:
     world = site(10, 11)
     world.do(ev.ServerFatalLogged("d1", "fatal GPU error"))
     assert world.told() == [10, 11]
-    # What an old context meets once it may reach nothing any more is nobody's fault.
+    # A fault in an old context that was cut off is attributed to no client.
     world.do(ev.UvmFatal(ClientId("d1", process(10)), uvm()))
     assert not world.made(fx.Kill)
     world.do(ev.UvmFatal(ClientId("d1", process(11)), uvm(), age_s=0.01))
@@ -332,7 +333,7 @@ def test_an_xid_of_somebody_else_is_none() -> None:
 
 def test_a_kernel_line_that_names_a_program_is_about_its_home() -> None:
     world = site(10)
-    # A fault elsewhere in the standby would be its server's; the program's own lines are about its work.
+    # A fault elsewhere in the standby domain would be its server's; lines naming the client mean its work.
     world.kernel(31, "MMU Fault: ENGINE GRAPHICS faulted @ 0x7f0000_00001000. Fault is of type FAULT_PTE", 10)
     assert world.domain("d1").state is DomainState.FAULTED
     assert world.domain("d2").state is DomainState.ACTIVE
@@ -358,7 +359,7 @@ def test_a_lost_standby_is_taken_back_recorded_as_nobodys_and_replaced(lost: str
     world.stopped("d2")
     world.started("d3")
     assert [e.generation for e in world.made(fx.OfferStandby)] == [3, 3]
-    # The words of the old one are none of the new one.
+    # Messages about the old standby context do not count for the new one.
     world.do(mev.MemberReady(process(10), 2))
     assert world.standing(10) is Standing.OFFERED
 
@@ -379,8 +380,8 @@ def test_who_becomes_ready_late_is_told_then() -> None:
     assert world.told() == [10] and world.outcomes()[11] is Outcome.NOT_TOLD
     world.wait(0.2).is_ready(11, 2)
     assert world.told() == [11]
-    fate = {f.process.pid: f for f in world.failover().fates}[11]
-    assert (fate.outcome, fate.told_ms) == (Outcome.TOLD, 200.0)
+    entry = {f.process.pid: f for f in world.failover().fates}[11]
+    assert (entry.outcome, entry.told_ms) == (Outcome.TOLD, 200.0)
 
 
 def test_standby_dead_at_the_time_of_need_the_next_one_serves() -> None:
@@ -432,9 +433,9 @@ def test_answers_and_silence_are_recorded() -> None:
     assert world.outcomes() == {10: Outcome.STAYED, 11: Outcome.ENDED, 12: Outcome.SILENT}
     assert world.standing(10) is Standing.LEFT_BEHIND
     world.moved(12, 2)
-    fate = {f.process.pid: f for f in world.failover().fates}[12]
-    assert (fate.outcome, fate.held_ms, fate.fence_ms, fate.first_ms) == (Outcome.MOVED, 1.0, 2.0, 3.0)
-    assert (fate.restored_bytes, fate.replayed) == (4, 5)
+    entry = {f.process.pid: f for f in world.failover().fates}[12]
+    assert (entry.outcome, entry.held_ms, entry.fence_ms, entry.first_ms) == (Outcome.MOVED, 1.0, 2.0, 3.0)
+    assert (entry.restored_bytes, entry.replayed) == (4, 5)
 
 
 def test_a_fault_of_the_device_moves_nobody() -> None:
@@ -442,7 +443,7 @@ def test_a_fault_of_the_device_moves_nobody() -> None:
     world.kernel(79, "GPU has fallen off the bus.")
     world.server_state("d1", ServerState.FAULT)
     assert not world.told()
-    assert "device" in world.failover().fates[0].why
+    assert "GPU itself failed" in world.failover().fates[0].why
 
 
 def test_victims_are_not_killed_while_they_move() -> None:
@@ -476,7 +477,7 @@ def test_an_eviction_ends_it_in_both_domains() -> None:
 def test_exclusive_mode_has_no_standby() -> None:
     world = Site(ON)
     world.ready(exclusive=True)
-    world.do(ev.CopiesSeen(""))
+    world.do(ev.DriverFilesSeen(""))
     world.attach(10, "d1")
     world.hello(10)
     assert not world.ever(fx.OfferStandby)
@@ -494,7 +495,7 @@ def test_drain_moves_who_is_ready_without_a_fault() -> None:
     assert world.told() == [10] and not world.made(fx.Record)
     assert world.failover().planned and world.domain("d1").state is DomainState.RETIRED
     world.moved(10, 2)
-    # The other one lives on where it is, and its lease is held.
+    # The other client stays where it is, and its lease is held.
     assert world.client("d1", 11).living and not world.made(fx.StopDomain)
     world.die(11)
     world.work_ended(11)
@@ -512,12 +513,12 @@ def test_homes_outlive_the_daemon() -> None:
         world.adopt(name, role, state, server_state=ServerState.ACTIVE)
     world.do(mev.MemberRestored(process(10), UID, KEEP, "d2"))
     world.do(mev.MemberRestored(process(11), UID, KEEP, "d1"))
-    world.do(mev.MemberRestored(process(12), UID, KEEP, "d1", "it made the fault"))
+    world.do(mev.MemberRestored(process(12), UID, KEEP, "d1", "the client caused the fault"))
     for domain in ("d1", "d2"):
         for pid in (10, 11, 12):
             world.attach(pid, domain)
     world.do(ev.AdoptionDone())
-    world.do(ev.CopiesSeen(""))
+    world.do(ev.DriverFilesSeen(""))
     assert {c.id.process.pid for c in world.state.living_of("d1")} == {11, 12}
     for pid in (10, 11, 12):
         world.hello(pid)
@@ -533,7 +534,7 @@ def test_a_program_says_itself_where_it_lives() -> None:
     world.hello(10, generation=2)
     assert world.state.members[process(10)].home == "d2"
     world.hello(10, generation=99)
-    assert failover.find_home(world.state, process(10), 99) == "d1"
+    assert plan.find_home(world.state, process(10), 99) == "d1"
 
 
 def test_words_about_what_it_was_not_told_change_nothing() -> None:
@@ -573,7 +574,7 @@ def test_a_hang_of_a_dead_program_is_none_of_its_second_context() -> None:
     world.lingers(10)
     assert world.domain("d1").state is DomainState.POISONED
     assert world.domain("d2").state is DomainState.ACTIVE and len(world.records()) == 1
-    # Nobody is at home in the one that was its standby but newcomers; both leases end with its work.
+    # Only new clients live in its former standby domain; both leases end with its work.
     world.work_ended(10)
     assert not list(world.state.spaces_of(process(10)))
 

@@ -1,5 +1,4 @@
-"""Long random lives of a daemon whose programs can fail over: the machine of test_core_random, and what
-programs say, true or not."""
+"""Long random lives of a daemon with fail-over: test_core_random plus client messages, true or false."""
 
 from __future__ import annotations
 
@@ -7,13 +6,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
+from mpsd.base.model import ClientId, Confidence, ExceptionOwner, FailoverMode, ProcessInstance
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core import memberevents as mev
 from mpsd.core.draft import FAILOVERS_MOST
-from mpsd.core.standby import OPAQUE_KEPT, Standing
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import OPAQUE_KEPT, Standing
 from mpsd.core.state import DomainState, Policy
-from mpsd.model import ClientId, Confidence, FailoverMode, ProcessInstance, Whose
 from tests.support.core import UID, World, facts
 from tests.unit import test_core_random as base
 
@@ -22,7 +21,7 @@ generations = st.integers(0, 12)
 
 
 class FailoverDaemon(base.Daemon):
-    # Who was stopped, and dies of it when its domain is lost, is left to the other machine.
+    # A frozen client that dies when its domain faults is covered by the other state machine.
     freeze_restored = None
     zone_policy = None
 
@@ -37,8 +36,9 @@ class FailoverDaemon(base.Daemon):
         kill=st.booleans(),
         copies=st.sampled_from((True, True, True, False)),
         put_out=st.booleans(),
+        most=st.sampled_from((2, 48)),
     )
-    def begin(self, spare: bool, kill: bool, copies: bool, put_out: bool) -> None:  # type: ignore[override]
+    def begin(self, spare: bool, kill: bool, copies: bool, put_out: bool, most: int) -> None:  # type: ignore[override]
         self.world = World(
             Policy(
                 spare=spare,
@@ -46,13 +46,14 @@ class FailoverDaemon(base.Daemon):
                 failover=FailoverMode.KEEP,
                 moves_per_minute=MOVES,
                 evict_offender=put_out,
+                clients_per_domain=most,
             )
         )
         for slot, gpu, uid in base.SLOTS[:2]:
             self.do(ev.SlotWanted(slot, (gpu,), uid))
         for name in tuple(self.world.state.domains):
             self.start(name)
-        self.do(ev.CopiesSeen("" if copies else "the disk is full"))
+        self.do(ev.DriverFilesSeen("" if copies else "the disk is full"))
 
     def do(self, event: ev.Event) -> None:
         super().do(event)
@@ -65,8 +66,11 @@ class FailoverDaemon(base.Daemon):
     def check_move(self, effect: fx.Move) -> None:
         state, who = self.world.state, effect.process
         assert who in self.connected and (who, effect.generation) in self.said_ready
-        assert state.domains[f"d{effect.generation}"].state is DomainState.ACTIVE
         home = state.members[who].home
+        # A process that lost its contexts with an earlier server of the active domain moves to the standby.
+        bereft = home in state.domains and who in state.domains[home].bereft
+        allowed = {DomainState.ACTIVE, *([DomainState.WARM] if bereft else [])}
+        assert state.domains[f"d{effect.generation}"].state in allowed
         sure = [r for r in state.open_faults if r.domain == home and r.confidence is Confidence.CERTAIN]
         hang = [r for r in sure if r.fault_class == "hang" or r.hit is not None]
         named = {r.offender.id.process for r in sure if r not in hang and r.offender}
@@ -95,13 +99,13 @@ class FailoverDaemon(base.Daemon):
     def comes(self, pick: int, mode: FailoverMode, generation: int) -> None:
         who = self.client_picked(pick).process
         self.connected.add(who)
-        # It forgets what it had been told before.
+        # It forgets what it was told earlier.
         self.said_ready = {(p, g) for p, g in self.said_ready if p != who}
         self.do(mev.MemberCame(who, UID, mode, generation))
 
     @rule(who=base.processes, number=st.integers(0, 2))
     def takes_part(self, who: ProcessInstance, number: int) -> None:
-        """All that goes well: it joins, says HELLO, has a second context, and is ready."""
+        """The success path: join, say HELLO, create a second context, become ready."""
         slot = self.world.state.slots.get(base.SLOTS[number][0])
         if slot is None or slot.active is None:
             return
@@ -160,7 +164,7 @@ class FailoverDaemon(base.Daemon):
                 mev.MemberOpaque(who, f"cu{generation}"),
                 mev.MemberError(who, 700),
                 mev.MemberStayed(who, generation, "why"),
-                mev.MemberLooked(who, generation, Whose.OWN),
+                mev.MemberFoundCode(who, generation, ExceptionOwner.OWN),
             )[kind]
         )
 
@@ -178,7 +182,7 @@ class FailoverDaemon(base.Daemon):
 
     @rule(problem=st.sampled_from(("", "", "the disk is full")))
     def copies_seen(self, problem: str) -> None:
-        self.do(ev.CopiesSeen(problem))
+        self.do(ev.DriverFilesSeen(problem))
 
     @invariant()
     def members_are_bounded(self) -> None:

@@ -1,17 +1,14 @@
-"""Faults: one record each, the right class, the right name or none, and the path elsewhere first.
-
-Long because every sign of a fault is a case of its own.
-"""
+"""Faults: one record each, the right class, the right name or none, and the path is switched first."""
 
 from __future__ import annotations
 
 import pytest
 
+from mpsd.base.model import Access, AddressKind, ClientId, Confidence, ServerState, UvmFaultType
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core.records import FaultRecord, Source
+from mpsd.core.faults.records import FaultRecord, Source
 from mpsd.core.state import DomainState
-from mpsd.model import Access, ClientId, Confidence, LiesThere, ServerState, UvmFaultType
 from tests.support.core import (
     GPU,
     MISALIGNED,
@@ -81,7 +78,7 @@ def test_many_signals_of_one_fault_are_one_record() -> None:
         world.fault(11, uvm(address=ADDRESS + 4096 * n))
     world.wait(0.142).nvml(31)
     world.kernel(31, mmu_text(ADDRESS), pid=10, name="program10")
-    world.do(ev.ServerFatalLogged("d1", "fatal GPU error", 10))
+    world.do(ev.ServerFatalLogged("d1", "fatal GPU error"))
     world.server_state("d1", ServerState.FAULT)
     world.wait(30).server_state("d1", ServerState.FAULT)
     assert len(world.records()) == 1
@@ -93,15 +90,15 @@ def test_many_signals_of_one_fault_are_one_record() -> None:
 def test_what_lies_at_the_address_is_a_new_revision() -> None:
     world = three_clients()
     world.fault(11)
-    world.do(ev.Inspected(1, LiesThere.FREED))
+    world.do(ev.Inspected(1, AddressKind.FREED))
     record = world.record()
     assert (record.id, record.revision) == (1, 2)
-    assert (record.fault_class, record.lies_there) == ("mmu-use-after-unmap", LiesThere.FREED)
-    world.do(ev.Inspected(1, LiesThere.FREED))
-    world.do(ev.Inspected(99, LiesThere.FREED))
+    assert (record.fault_class, record.lies_there) == ("mmu-use-after-unmap", AddressKind.FREED)
+    world.do(ev.Inspected(1, AddressKind.FREED))
+    world.do(ev.Inspected(99, AddressKind.FREED))
     assert not world.last
     world.fault(12)
-    world.do(ev.Inspected(2, LiesThere.HOST_MAPPING))
+    world.do(ev.Inspected(2, AddressKind.HOST_MAPPING))
     assert world.record().fault_class == "mmu-invalid-address"
 
 
@@ -109,7 +106,7 @@ def test_a_null_pointer_needs_no_inspection() -> None:
     world = three_clients()
     world.fault(11, uvm(address=16))
     assert world.record().fault_class == "mmu-null"
-    assert world.record().lies_there is LiesThere.NULL_PAGE
+    assert world.record().lies_there is AddressKind.NULL_PAGE
     assert not world.made(fx.Inspect)
 
 
@@ -298,61 +295,7 @@ def test_a_name_that_a_process_gave_itself_makes_no_class() -> None:
     assert other.state.open_faults[0].fault_class == "mmu-invalid-address"
 
 
-# Whose sign is it?
-
-
-def test_a_foreign_process_moves_nobody_and_gives_one_record() -> None:
-    world = three_clients()
-    world.kernel(31, mmu_text(ADDRESS), pid=4242, name="outside")
-    world.nvml(31)
-    assert not world.made(fx.Record) and world.path() == "d1"
-    world.wait(2).timer("strays", GPU)
-    record = world.record()
-    assert (record.fault_class, record.domain, record.gpus) == ("unattributed-xid", None, (GPU,))
-    assert record.offender is None and not record.suspects and not record.victims
-    assert len(record.evidence) == 2 and "outside" in record.evidence[0].text
-    assert world.domain("d1").state is DomainState.ACTIVE
-    assert not world.state.strays
-
-
-def test_the_second_source_of_a_foreign_xid_is_no_second_record_though_it_comes_later() -> None:
-    world = three_clients()
-    world.kernel(31, mmu_text(ADDRESS), pid=4242, name="outside")
-    world.wait(0.5).nvml(31)
-    world.wait(1.5).timer("strays", GPU)
-    assert len(world.record().evidence) == 1
-    world.wait(0.5).timer("strays", GPU)
-    assert len(world.records()) == 1 and not world.state.strays
-    assert [e.source for e in world.state.open_faults[0].evidence] == [Source.KERNEL_LOG, Source.NVML]
-    # The same from the same source is another one, and so is one much later.
-    world.nvml(31)
-    world.wait(2).timer("strays", GPU)
-    assert len(world.records()) == 2
-
-
-def test_a_foreign_line_never_joins_the_fault_of_a_domain() -> None:
-    world = three_clients()
-    world.kernel(13, MISALIGNED, pid=4242, name="outside")
-    server_xid(world)
-    assert world.record().fault_class == "sm-trap"
-    assert len(world.state.strays) == 1
-
-
-def test_a_process_that_faults_all_the_time_is_reported_all_the_same() -> None:
-    world = three_clients()
-    world.kernel(31, "first", pid=4242)
-    assert [t.delay_s for t in world.made(fx.ArmTimer)] == [2.0]
-    world.wait(1.5).kernel(31, "second", pid=4242)
-    assert not world.made(fx.ArmTimer)
-    world.wait(0.5).timer("strays", GPU)
-    assert len(world.record().evidence) == 1
-    assert [t.delay_s for t in world.made(fx.ArmTimer)] == [1.5]
-    world.timer("strays", "GPU-9")
-    assert not world.last
-    for n in range(100):
-        world.kernel(31, f"again {n}", pid=4242)
-    assert len(world.state.strays) == 64
-    assert world.state.counters["strays_dropped"] == 37
+# Attribution of signs
 
 
 def test_a_fault_of_one_domain_leaves_the_other_on_that_gpu_alone() -> None:
@@ -364,7 +307,7 @@ def test_a_fault_of_one_domain_leaves_the_other_on_that_gpu_alone() -> None:
     server_xid(world, domain="d3")
     assert (world.record().domain, world.record().fault_class) == ("d3", "sm-out-of-range")
     assert world.path() == "d1" and world.domain("d1").state is DomainState.ACTIVE
-    # Two domains of that GPU have just faulted: a sign without a name belongs to neither for sure.
+    # Two domains of that GPU have just faulted: a sign without a name belongs to neither for certain.
     world.fault(10)
     world.kernel(13, MISALIGNED)
     server_xid(world)
@@ -514,7 +457,7 @@ def test_refused_clients_are_in_the_next_revision() -> None:
     world = three_clients()
     world.fault(11)
     world.do(ev.ClientRefused("d1", 50))
-    world.do(ev.Inspected(1, LiesThere.UNKNOWN))
+    world.do(ev.Inspected(1, AddressKind.UNKNOWN))
     assert world.record().refused == 1
 
 

@@ -1,14 +1,14 @@
-"""The driver's word that it has reset a domain's channels, told to those who move away from it."""
+"""The driver's reset of a domain's channels is the fence, which core passes to moving participants."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from mpsd.base.model import FailoverMode
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core import memberevents as mev
+from mpsd.core.failover import reports as mev
 from mpsd.core.state import DomainState
-from mpsd.model import FailoverMode
 from tests.support.core import UID, process, server_of
 from tests.unit.test_core_failover import Site, exact
 
@@ -26,18 +26,18 @@ def test_the_drivers_reset_of_a_lost_domain_is_the_fence_of_those_who_leave_it()
         world.is_ready(pid, 2)
     world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
     assert world.told() == [10, 11, 12] and not world.made(fx.Fenced)
-    # Of another process, of another number, and of a domain that is well.
+    # A reset by another process, another Xid, and one of a healthy domain.
     reset(world, "d1", 12)
     world.kernel(13, "Graphics SM Warp Exception", server_of("d1").pid, "nvidia-cuda-mps")
     assert not world.ever(fx.Fenced)
     world.do(mev.MemberMoved(process(11), 2, 1, 2, 3))
     reset(world, "d1")
-    # Who has gone needs no fence any more, and who knows no such word is not told.
+    # A participant that has moved needs no fence, and one without the fence feature is not told.
     assert world.made(fx.Fenced) == [fx.Fenced(process(10), 2)]
 
 
 def test_a_reset_that_is_the_first_sign_is_no_fence() -> None:
-    """It may be an old line, and so may the next."""
+    """The line may be an old one, and so may the next line."""
     world = exact(10)
     world.do(mev.MemberCame(process(10), UID, EXACT, 0, True))
     world.is_ready(10, 2)

@@ -1,4 +1,4 @@
-"""Suspects that do their work again at once, where the client that was started last does nothing again."""
+"""Parallel replay on a guess: suspects replay at once where the youngest client does not replay."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from types import MappingProxyType
 
 import pytest
 
+from mpsd.base.model import ClientId, FailoverMode
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core import memberevents as mev
-from mpsd.core.standby import Standing, Turn
-from mpsd.core.turns import GUESS_S
-from mpsd.model import ClientId, FailoverMode
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Standing, Turn
+from mpsd.core.failover.serialreplay import GUESS_S
 from tests.support.core import process
 from tests.unit.test_core_failover import AT_ONCE, IN_TURN, Site, again, suspected, turns_of
-from tests.unit.test_core_turns import all_told, another, comes, lose, lost, turns
+from tests.unit.test_core_serialreplay import all_told, another, comes, lose, lost, turns
 
 
 def guessed(who: str = "a stranger") -> Site:
-    """13, the youngest, does nothing again: the others do at once."""
+    """Client 13, the youngest, does not replay: the other clients replay at once."""
     world = all_told(10, 11)
     another(world, 13, who)
     lost(world)
@@ -33,12 +33,12 @@ def test_where_the_youngest_does_nothing_again_the_others_do_at_once_and_side_by
     comes(world, 10, 591)
     comes(world, 11, 30)
     assert turns(world) == [] and turns_of(world) == {10: Turn.HAS, 11: Turn.HAS}
-    fates = {f.process.pid: f for f in world.failover().fates}
-    assert [(fates[pid].turn_ms, fates[pid].done_ms) for pid in (10, 11)] == [(3.0, None)] * 2
+    entries = {f.process.pid: f for f in world.failover().fates}
+    assert [(entries[pid].turn_ms, entries[pid].done_ms) for pid in (10, 11)] == [(3.0, None)] * 2
     world.do(mev.MemberDone(process(11), 2, 5, 196))
     done = next(f for f in world.failover().fates if f.process.pid == 11)
     assert done.replayed == 196 and done.done_ms is not None
-    # No word of the other's end.
+    # The report of the other client's end does not come.
     world.timer("failover-turn", f"10 {process(10).start_ticks} d2")
     assert turns_of(world) == {}
 
@@ -55,13 +55,13 @@ def whys(world: Site) -> dict[int, str]:
 
 
 def named(world: Site) -> int | None:
-    """Who is named in the newest record of a fault."""
+    """Return the offender of the newest fault record."""
     offender = max(world.records().values(), key=lambda record: record.id).offender
     return None if offender is None else offender.id.process.pid
 
 
 def wrong() -> Site:
-    """A guess that was wrong: 11 is done already, 10 is not; a stranger has come that is younger yet."""
+    """A guess that was wrong: 11 has replayed, 10 has not, and a still younger foreign client has come."""
     world = guessed()
     comes(world, 10, 591)
     comes(world, 11, 30)
@@ -78,12 +78,12 @@ def test_a_wrong_guess_names_nobody_and_takes_turns_next() -> None:
     world = wrong()
     assert again(world) == {11: IN_TURN}
     assert named(world) is None and world.standing(10) is not Standing.LEFT_BEHIND
-    # The other one had no standby yet; it has its turn alone, and is named by that.
+    # The other client had no standby context yet; it replays alone in its turn, which names it.
     world.is_ready(10, 3)
     assert again(world) == {10: IN_TURN}
     world.do(mev.MemberMoved(process(11), 3, 1, 2, 3))
     world.do(mev.MemberMoved(process(10), 3, 1, 2, 3, replayed=9, waits=True, takes_ns=30_000_000))
-    assert [e.process.pid for e in world.made(fx.HaveTurn)] == [10]
+    assert [e.process.pid for e in world.made(fx.GrantTurn)] == [10]
     lose(world, "d3")
     assert world.standing(10) is Standing.LEFT_BEHIND and named(world) == 10
 
@@ -91,10 +91,10 @@ def test_a_wrong_guess_names_nobody_and_takes_turns_next() -> None:
 def test_a_turn_that_was_lost_with_its_domain_is_over() -> None:
     world = wrong()
     assert turns_of(world) == {}
-    # A word that was on its way changes nothing of the newer record.
+    # A message that was on its way does not change the newer record.
     world.do(mev.MemberDone(process(10), 2, 5, 591))
-    assert whys(world)[10] == "it was not ready: no standby"
-    # Nobody who comes after the loss is kept from moving, or ended, over it.
+    assert whys(world)[10] == "the standby context was not ready: no standby"
+    # A client that joins after the fault is neither kept from moving nor killed for it.
     world.hello(14, FailoverMode.EXACT)
     world.is_ready(10, 3)
     assert again(world) == {10: IN_TURN}
@@ -146,11 +146,11 @@ def test_who_came_by_a_new_connection_has_made_its_guess_all_the_same() -> None:
 
 
 def test_one_that_is_still_on_its_way_may_be_the_offender() -> None:
-    """Its word that it has moved, and does its work again, is read after the loss."""
+    """Its report that it has moved and replays is read after the fault."""
     world = guessed()
     comes(world, 11, 30)
     lose(world, "d2")
-    assert named(world) is None and whys(world) == {11: "there was no standby"}
+    assert named(world) is None and whys(world) == {11: "no standby domain was available"}
     comes(world, 10, 30)
     assert turns_of(world) == {}
     world.started("d3")
@@ -184,9 +184,9 @@ def test_one_that_cannot_move_does_nothing_again(who: str) -> None:
     world = all_told(10, 11)
     if who == "left behind":
         world.do(mev.MemberStayed(process(11), 2, "nobody knows"))
-        member = replace(world.state.members[process(11)], standing=Standing.LEFT_BEHIND)
-        members = {**world.state.members, process(11): member}
-        world.state = replace(world.state, members=MappingProxyType(members))
+        participant = replace(world.state.members[process(11)], standing=Standing.LEFT_BEHIND)
+        participants = {**world.state.members, process(11): participant}
+        world.state = replace(world.state, members=MappingProxyType(participants))
     else:
         world.do(mev.MemberLeft(process(11)))
     lost(world)
@@ -222,7 +222,7 @@ def test_who_is_late_beside_a_guess_takes_its_turn_and_is_not_named_for_it(has_c
         comes(world, 11, 30)
     assert turns_of(world) == {9: Turn.HAS} | ({11: Turn.HAS} if has_come else {})
     lose(world, "d2")
-    assert named(world) is None and set(whys(world).values()) == {"there was no standby"}
+    assert named(world) is None and set(whys(world).values()) == {"no standby domain was available"}
 
 
 def test_one_that_repeats_its_word_is_not_at_once_a_second_time() -> None:

@@ -1,4 +1,4 @@
-"""Guard hits in core: one record a misdeed, what each policy does, what may never be done."""
+"""Guard hits in core: one record per out-of-bounds access, what each policy does, what may never be done."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mpsd import hittext
-from mpsd.core import effects as fx
-from mpsd.core import events as ev
-from mpsd.core.hitrecords import HITS_KEPT, QUIET_S
-from mpsd.core.records import HitOutcome
-from mpsd.core.state import ClientState, DomainState, Policy
-from mpsd.model import (
+from mpsd.base.model import (
     Access,
     ClientId,
     Confidence,
@@ -23,6 +17,12 @@ from mpsd.model import (
     ZonePolicy,
     ZoneRole,
 )
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.faults.hitrecords import HITS_KEPT, QUIET_S
+from mpsd.core.faults.records import HitOutcome
+from mpsd.core.state import ClientState, DomainState, Policy
+from mpsd.records import hittext
 from tests.support.core import UID, World, facts, process, uvm
 
 MIB = 1 << 20
@@ -54,7 +54,7 @@ def end(here: World, pid: int = 10) -> None:
 
 @pytest.mark.parametrize("liveness", [Liveness.RUNNING, Liveness.STOPPED])
 def test_of_a_client_with_nothing_running_nobody_is_asked_to_let_it_go(liveness: Liveness) -> None:
-    """terminate_client would make the others wait."""
+    """terminate_client would delay the other clients."""
     here = world()
     event = replace(uvm(access=Access.WRITE), fatal=False)
     here.do(ev.GuardHit(ClientId("d1", process(10)), event, ZoneRole.GUARD, 1, liveness, idle=True))
@@ -99,7 +99,7 @@ def test_the_record_says_what_lay_there_also_after_the_end() -> None:
     here.do(ev.HitDescribed(number, NEAR, "saxpy"))
     assert hittext.summary(here.record()) == (
         "pid 10 wrote 4 KiB past the end of a 20 MiB allocation made 3 s ago (kernel saxpy was in flight); "
-        "evicted after 9.0 ms; nobody else noticed"
+        "evicted after 9.0 ms; no other client was affected"
     )
 
 
@@ -153,7 +153,7 @@ def test_absorb_reports_and_does_nothing_at_a_rate_that_falls() -> None:
         if due is not None and here.now >= due:
             due = None
             here.timer("hits", number)
-    # Ten minutes of it.
+    # Ten minutes of hits.
     assert 5 < len(here.ever(fx.Record)) < 20
     assert set(here.records()) == {number}
     assert here.client("d1", 10).state is ClientState.ATTACHED
@@ -175,7 +175,7 @@ def test_more_clients_that_stray_than_records_are_kept_do_not_flood_the_journal(
 
 def test_room_is_made_by_finished_records_then_by_those_of_who_has_most() -> None:
     here = world(ZonePolicy.ABSORB, 10)
-    here.do(ev.ClientNoticed("d1", facts(11, uid=2000)))
+    here.do(ev.ClientNoticed("d1", facts(11, uid=2000), listed=True))
     here.do(ev.ClientAttached("d1", process(11), 1, tracked=True))
     hit(here, 11)
     first = here.record().id
@@ -201,7 +201,9 @@ def test_freeze_stops_it_and_nobody_asks_it_to_leave() -> None:
     (stop,) = here.made(fx.Freeze)
     assert stop.client.process == process(10)
     assert "kill -CONT 10" in here.record().action
-    # The signal may not have arrived when its state was read: it is not asked all the same.
+    assert stop.grounds is not None
+    assert (stop.grounds.fault, stop.grounds.fault_class) == (here.record().id, here.record().fault_class)
+    # The signal may not have arrived when the state was read: the server is not asked in any case.
     here.evict(10, liveness=Liveness.RUNNING)
     assert here.made(fx.Kill) and not here.ever(fx.Terminate)
     here.die(10)
@@ -260,7 +262,7 @@ def test_a_frozen_client_that_goes_on_is_stopped_again() -> None:
     assert here.client("d1", 10).frozen is None
     hit(here)
     assert len(here.ever(fx.Freeze)) == 2
-    # It may go on and stray before anybody looks.
+    # The client may continue and hit again before the next look.
     hit(here.wait(0.6))
     assert len(here.ever(fx.Freeze)) == 3
 
@@ -273,13 +275,13 @@ def test_a_stop_that_was_withheld_is_told() -> None:
     assert record.hit is not None and record.hit.outcome is HitOutcome.WITHHELD
     assert here.client("d1", 10).frozen is None
     hit(here)
-    # Its lease is no proof enough for a kill that nobody asked for: the record goes on as it was.
+    # A lease is no proof enough for a kill by policy: the record stays as it was.
     assert len(here.ever(fx.Freeze)) == 1
 
 
 def test_another_user_s_process_in_a_user_s_domain_is_named_and_left_alone() -> None:
     here = world()
-    here.do(ev.ClientNoticed("d1", facts(12, uid=2000)))
+    here.do(ev.ClientNoticed("d1", facts(12, uid=2000), listed=True))
     here.do(ev.ClientAttached("d1", process(12), 1, tracked=True))
     hit(here, pid=12)
     assert not here.ever(fx.Terminate) and not here.ever(fx.Kill)
@@ -325,7 +327,7 @@ def test_who_ended_before_its_hit_was_told_is_named_all_the_same() -> None:
     here.die(10)
     hit(here)
     assert not here.ever(fx.Terminate) and not here.ever(fx.Kill)
-    assert hittext.summary(here.record()).endswith("absorbed, it ended; nobody else noticed")
+    assert hittext.summary(here.record()).endswith("absorbed, the client ended; no other client was affected")
     hit(here)
     assert len(here.records()) == 1
 
@@ -370,7 +372,7 @@ def test_every_place_has_its_words(nearby: Nearby | None, role: ZoneRole, said: 
     here.do(ev.HitDescribed(here.record().id, nearby, None))
     summary = hittext.summary(here.record())
     assert summary.startswith(f"pid 10 wrote {said}")
-    assert summary.endswith("absorbed, it goes on")
+    assert summary.endswith("absorbed, the client continues")
     assert hittext.hit_json(here.state.hits[0].hit or pytest.fail("no hit"))["zone"] == role.value
 
 
@@ -382,9 +384,21 @@ def test_who_asks_for_an_eviction_that_policy_has_begun_is_answered_by_its_end(o
     world.do(ev.GuardHit(ClientId("d1", process(10)), hit, ZoneRole.GUARD, 1, Liveness.RUNNING))
     assert len(world.made(fx.Terminate)) == 1
     world.evict(10, owner=owner)
-    assert not world.last
+    (joined,) = world.last
+    assert isinstance(joined, fx.AuditEviction) and joined.outcome == "joined"
     world.terminate_finished(10)
-    # Whoever asks has no more killed than he may.
+    # The requester's rights limit the kill.
     assert [e.owner for e in world.made(fx.Kill)] == [owner]
     world.die(10)
     assert [(e.request, e.ok) for e in world.made(fx.Answer)] == [("r1", True)]
+
+
+def test_the_audit_log_gets_the_record_that_an_eviction_answers() -> None:
+    here = world(ZonePolicy.EVICT)
+    hit(here)
+    (audited,) = here.made(fx.AuditEviction)
+    assert audited.grounds.requester is None and "own" in audited.grounds.proof
+    assert (audited.grounds.fault, audited.grounds.fault_class) == (
+        here.record().id,
+        here.record().fault_class,
+    )

@@ -1,4 +1,4 @@
-"""The checks that every decision passes: each of them must notice what it is there for."""
+"""The invariants checked at each decision: each of them notices its violation."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 
+from mpsd.base.model import ClientId
 from mpsd.core import engine
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Effect, Kill, ReleaseLease, Terminate
-from mpsd.core.records import FaultRecord, Party
+from mpsd.core.faults.records import FaultRecord, Party
 from mpsd.core.state import Client, ClientState, DomainState, InvariantViolation, Slot, check_invariants
-from mpsd.model import ClientId
 from tests.support.core import GPU, SLOT, World, facts, process, server_of
 
 NOTHING = ev.AdoptionDone()
 
 
 def prepared() -> Draft:
-    """d1 active with clients 10 and 11, d2 its spare."""
+    """d1 active with clients 10 and 11, d2 its standby domain."""
     world = World().ready()
     world.join(10, 11)
     return Draft(world.state, world.now)
@@ -66,16 +66,16 @@ BROKEN: dict[str, Callable[[Draft], object]] = {
     "leads to unknown domain d9": lambda d: change_slot(d, active="d9"),
     "borrows domain d1": lambda d: d.put_slot(Slot("other", (GPU,), 1, active="d1")),
     "leads to a domain that is being stopped": lambda d: change_domain(d, "d1", state=DomainState.STOPPING),
-    f"spare of {SLOT} is active": lambda d: change_domain(d, "d2", state=DomainState.ACTIVE),
+    f"standby domain of {SLOT} is active": lambda d: change_domain(d, "d2", state=DomainState.ACTIVE),
     "serves while it is retired": lambda d: change_slot(d, retiring=True),
-    "has a spare in exclusive mode": lambda d: change_slot(d, exclusive=True),
+    "has a standby domain in exclusive mode": lambda d: change_slot(d, exclusive=True),
     "has no domain": lambda d: d.put_client(
         Client(ClientId("d9", process(12)), facts(12), ClientState.NOTICED, 0.0)
     ),
     "has foreign facts": lambda d: change_client(d, facts=facts(11)),
     "is lingering, died None": lambda d: change_client(d, state=ClientState.LINGERING),
     "is kept without a lease": lambda d: change_client(d, state=ClientState.HELD, died=1.0, leased=False),
-    "is evicted by nobody": lambda d: change_client(d, state=ClientState.KILLING),
+    "is evicted without an eviction": lambda d: change_client(d, state=ClientState.KILLING),
 }
 
 
@@ -105,9 +105,9 @@ def test_harmful_effects_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvariantViolation, match="sent to faulted domain d1"):
         decide_wrongly(monkeypatch, terminate, fault=True)
     for pid in (10, 99):
-        with pytest.raises(InvariantViolation, match="killed though nobody asked"):
+        with pytest.raises(InvariantViolation, match="killed without an eviction"):
             decide_wrongly(monkeypatch, Kill(ClientId("d1", process(pid)), "why"))
-    with pytest.raises(InvariantViolation, match="given up while it is kept"):
+    with pytest.raises(InvariantViolation, match="released while its client is kept"):
         decide_wrongly(monkeypatch, ReleaseLease(ClientId("d1", process(10))))
 
 
@@ -120,5 +120,5 @@ def test_work_let_loose_on_the_living_is_noticed(monkeypatch: pytest.MonkeyPatch
     world = World().ready()
     world.join(10, 11)
     monkeypatch.setitem(engine._HANDLERS, ev.AdoptionDone, release)
-    with pytest.raises(InvariantViolation, match="let loose on the living"):
+    with pytest.raises(InvariantViolation, match="released while other clients live there"):
         world.do(NOTHING)

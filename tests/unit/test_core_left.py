@@ -1,16 +1,16 @@
-"""Programs that could not say where they moved: what they left ends, and their word is believed."""
+"""Clients that could not report where they moved: their old domain ends, and their later report counts."""
 
 from __future__ import annotations
 
 import pytest
 
+from mpsd.base.model import ServerState
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core import memberevents as mev
 from mpsd.core.events import DomainRole
-from mpsd.core.standby import Outcome, Standing
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Outcome, Standing
 from mpsd.core.state import DomainState
-from mpsd.model import ServerState
 from tests.support.core import SLOT, process, server_of
 from tests.unit.test_core_failover import KEEP, ON, Site, site
 from tests.unit.test_core_poisoned import poisoned
@@ -21,7 +21,7 @@ def lose(world: Site, domain: str) -> None:
 
 
 def restarted(old: DomainState, state: ServerState) -> Site:
-    """mpsd was killed between MOVE to d2 and MOVED: it knows the program in d1."""
+    """mpsd was killed between MOVE to d2 and MOVED: its notes say that the client is in d1."""
     world = Site(ON)
     world.do(ev.SlotWanted(SLOT, ("GPU-0",), 1000, start=False))
     world.adopt("d1", DomainRole.OLD, old, server_state=state)
@@ -30,7 +30,7 @@ def restarted(old: DomainState, state: ServerState) -> Site:
     for domain in ("d1", "d2"):
         world.attach(10, domain)
     world.do(ev.AdoptionDone())
-    world.do(ev.CopiesSeen(""))
+    world.do(ev.DriverFilesSeen(""))
     return world
 
 
@@ -61,7 +61,7 @@ def test_it_ends_after_a_restart_too() -> None:
 
 @pytest.mark.parametrize("ends", ["no", "it is being stopped", "yes"])
 def test_who_lives_in_a_domain_that_was_lost_meanwhile_is_moved_on(ends: str) -> None:
-    """What it had there was taken for idle, and let go; where it was before is well, and only drained."""
+    """Its lease in d2 was taken for idle and released; d1, its former domain, is healthy and only drained."""
     world = restarted(DomainState.RETIRED, ServerState.ACTIVE)
     lose(world, "d2")
     if ends != "no":
@@ -99,9 +99,12 @@ def test_who_is_not_ready_is_offered_the_next_standby_whatever_was_said_first(cr
     assert (10 in world.told()) == crossed
     if crossed:
         world.do(unready)
-        world.do(mev.MemberStayed(process(10), 2, "there is no standby of that generation"))
-        (fate,) = (f for f in world.failover().fates if f.process.pid == 10)
-        assert (fate.outcome, fate.why) == (Outcome.STAYED, "it was not ready: its memory was needed")
+        world.do(mev.MemberStayed(process(10), 2, "no standby context of that generation"))
+        (entry,) = (f for f in world.failover().fates if f.process.pid == 10)
+        assert (entry.outcome, entry.why) == (
+            Outcome.STAYED,
+            "the standby context was not ready: its memory was needed",
+        )
     world.started("d3")
     world.moved(11, 2)
     world.timer("failover-back", f"{process(10)} 2")
@@ -112,7 +115,7 @@ def test_a_word_that_crossed_keeps_nobody_beside_endless_work() -> None:
     world = poisoned(10)
     assert world.told() == [10]
     world.do(mev.MemberUnready(process(10), 2, "its memory was needed", True))
-    world.do(mev.MemberStayed(process(10), 2, "there is no standby of that generation"))
+    world.do(mev.MemberStayed(process(10), 2, "no standby context of that generation"))
     world.timer("failover-back", f"{process(10)} 2")
     world.is_ready(10, 2)
     assert world.told() == [10]

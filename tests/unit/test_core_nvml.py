@@ -1,12 +1,12 @@
-"""NVML tells of an Xid after the kernel's log did, and names nobody: it is whose that line is."""
+"""NVML reports an Xid after the kernel log, without a name: the log line decides its owner."""
 
 from __future__ import annotations
 
 import pytest
 
+from mpsd.base.model import ServerState
 from mpsd.core import events as ev
-from mpsd.core.records import Source
-from mpsd.model import ServerState
+from mpsd.core.faults.records import Source
 from tests.support.core import mmu_text
 from tests.unit.test_core_faults import ADDRESS, three_clients
 
@@ -18,7 +18,7 @@ def test_what_nvml_tells_of_a_foreign_line_never_joins_the_fault_of_a_domain() -
     world.wait(0.04).nvml(43)
     assert world.record().fault_class == "sm-exception"
     assert [s.foreign for s in world.state.strays] == [True, True]
-    # That one came with no such line: of each NVML tells once.
+    # That fault had no such line: NVML reports each Xid once.
     world.wait(0.2).nvml(43)
     assert world.record().fault_class == "sm-trap" and len(world.state.strays) == 2
 
@@ -45,7 +45,7 @@ def test_nvml_tells_of_xids_in_the_order_of_their_lines(ours_first: bool) -> Non
 
 
 def test_what_nvml_tells_of_a_line_belongs_to_the_fault_of_that_line() -> None:
-    """Two domains of a GPU have faulted just now; the third one does so in a moment."""
+    """Two domains of a GPU have just faulted; a third faults in a moment."""
     world = three_clients()
     world.want("gpu0.uid2000", uid=2000)
     world.started("d3")
@@ -58,6 +58,6 @@ def test_what_nvml_tells_of_a_line_belongs_to_the_fault_of_that_line() -> None:
     of_d3, of_d1 = world.state.open_faults
     assert [e.source for e in of_d1.evidence] == [Source.SERVER_STATE, Source.KERNEL_LOG, Source.NVML]
     assert [e.source for e in of_d3.evidence] == [Source.SERVER_STATE]
-    # Of whom another one is, nobody knows.
+    # The owner of a further Xid is unknown.
     world.wait(0.04).nvml(31)
     assert [s.foreign for s in world.state.strays] == [False]

@@ -1,4 +1,4 @@
-"""Fail-overs of programs that keep to the protocol come to rest, whatever comes between (support/play.py)."""
+"""Random fail-overs of clients that keep to the protocol reach a stable state (support/play.py)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def test_all_come_to_rest_where_they_are_taken_to_be(piece: int, restarts: bool)
 
 @pytest.mark.parametrize("piece", of(range(40), range(6)))
 def test_nobody_is_named_who_made_no_fault(piece: int) -> None:
-    """But for what comes in another fault's evidence (1 of 2,000 of these plays): none of them is here."""
+    """Excluded: evidence of another fault names a client (1 of 2,000 plays); these seeds have none."""
     for seed in seeds(piece):
         assert Play(seed, apart=True).run() == [], f"seed {seed}"

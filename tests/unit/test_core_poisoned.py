@@ -1,4 +1,4 @@
-"""A domain in which a dead client's kernel does not end is left by who can, as one that is drained."""
+"""A domain poisoned by a dead client's endless kernel: participants leave it as by a drain."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import pytest
 
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core import memberevents as mev
-from mpsd.core.domains import LEFT_STOP_S
-from mpsd.core.records import Source
-from mpsd.core.standby import Standing
+from mpsd.core.domains import ABANDONED_STOP_S
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Standing
+from mpsd.core.faults.records import Source
 from mpsd.core.state import DomainState
 from tests.support.core import process, server_of
 from tests.unit.test_core_failover import ON, Site, site
 
 
 def poisoned(*pids: int) -> Site:
-    """The domain of these programs, which are ready, by 12, which ended and left a kernel that does not."""
+    """The domain of these ready clients, poisoned by 12, which exited and left an endless kernel."""
     world = site(*pids)
     world.attach(12, "d1")
     world.die(12)
@@ -32,8 +32,8 @@ def test_a_poisoned_domain_is_left_without_a_fault_of_those_who_go() -> None:
     assert world.told() == [10] and world.failover().trigger == "poison" and world.failover().planned
     assert [m.planned for m in world.made(fx.Move)] == [True]
     world.moved(10, 2)
-    # The kernel of the dead ends with the domain, and its memory is there until then: it would fault.
-    assert world.ever(fx.StopDomain) == [fx.StopDomain("d1", LEFT_STOP_S)]
+    # The dead client's kernel ends with the domain. Its memory is held until then: it would fault.
+    assert world.ever(fx.StopDomain) == [fx.StopDomain("d1", ABANDONED_STOP_S)]
     assert process(12) not in [e.client.process for e in world.ever(fx.ReleaseLease)]
     world.do(ev.DomainStopped("d1"))
     assert process(12) in [e.client.process for e in world.made(fx.ReleaseLease)]
@@ -48,7 +48,7 @@ def test_who_was_not_ready_then_leaves_it_later() -> None:
     world.is_ready(11, 2)
     assert world.told() == [11] and world.failover().planned
     world.moved(11, 2)
-    assert world.ever(fx.StopDomain) == [fx.StopDomain("d1", LEFT_STOP_S)]
+    assert world.ever(fx.StopDomain) == [fx.StopDomain("d1", ABANDONED_STOP_S)]
 
 
 def test_who_stays_in_it_is_told_once_unless_it_is_drained() -> None:
@@ -69,8 +69,11 @@ def mmu_fault(world: Site, pid: int) -> None:
 @pytest.mark.parametrize("later_s", [0.0, 300.0])
 @pytest.mark.parametrize("pid", [None, 10, 12, 11])
 def test_the_end_of_such_a_kernel_is_no_other_fault(pid: int | None, later_s: float, is_gone: bool) -> None:
-    """The driver tells of it as of one: NVML, and the kernel log, by the pid of anybody who was there; it
-    comes when its server is ended, however long after the others left."""
+    """The driver reports the kernel's end as a fault through NVML and the kernel log.
+
+    The line may name the pid of any client of that server, and comes when the server ends, at any later
+    time.
+    """
     world = poisoned(10)
     world.attach(11, "d1")
     world.moved(10, 2)
@@ -86,7 +89,7 @@ def test_the_end_of_such_a_kernel_is_no_other_fault(pid: int | None, later_s: fl
     world.nvml(31)
     assert not world.state.strays and [r.fault_class for r in world.records().values()] == ["hang"]
     assert world.domain("d2").state is DomainState.ACTIVE
-    # Once each: what comes then is of somebody else.
+    # Each source reports it once: a further sign belongs to another fault.
     mmu_fault(world, 10)
     assert (world.domain("d2").state is DomainState.ACTIVE) == (pid is None)
 
@@ -174,8 +177,8 @@ def test_the_death_of_its_server_ends_it_too() -> None:
 
 def test_who_was_moved_too_often_is_not_left_behind_in_a_domain_that_is_well() -> None:
     world = poisoned(10)
-    member = world.state.members[process(10)]
-    assert member.standing is Standing.MOVING
+    participant = world.state.members[process(10)]
+    assert participant.standing is Standing.MOVING
     world = site(10, policy=replace(ON, moves_per_minute=1))
     world.state = replace(
         world.state, members={process(10): replace(world.state.members[process(10)], told=(world.now,))}
@@ -195,8 +198,7 @@ def test_the_record_of_the_move_tells_of_the_kernel() -> None:
 
 
 def stopping(*others: int) -> Site:
-    """10, and others that are ready, have left a poisoned domain, which is being stopped under a dead one's
-    kernel."""
+    """Clients 10 and `others` have left a poisoned domain, which is stopping under a dead client's kernel."""
     world = poisoned(10, *others)
     for pid in (10, *others):
         world.moved(pid, 2)
@@ -208,7 +210,7 @@ def test_where_a_kernel_is_ended_with_its_domain_nothing_is_held_of_those_who_li
     world = stopping(11)
     assert [(c.id.process.pid, c.living) for c in world.state.clients_of("d1")] == [(12, False)]
     assert {e.client.process.pid for e in world.ever(fx.ReleaseLease)} == {10, 11}
-    # They are among those whom the driver may name for the end of that kernel all the same.
+    # The driver may still name them for the end of that kernel.
     mmu_fault(world, 11)
     assert world.domain("d2").state is DomainState.ACTIVE
 
@@ -229,7 +231,7 @@ def test_who_has_left_such_a_domain_can_come_anew_while_it_is_being_stopped() ->
     world = stopping()
     world.do(mev.MemberLeft(process(10)))
     world.hello(10, generation=2)
-    member = world.state.members[process(10)]
-    assert (member.home, member.connected) == ("d2", True)
+    participant = world.state.members[process(10)]
+    assert (participant.home, participant.connected) == ("d2", True)
     world.hello(10)
     assert world.state.members[process(10)].home == "d2"

@@ -1,35 +1,27 @@
-"""Long random lives of a daemon: whatever happens, in whatever order, what must hold does hold.
+"""Long random lives of a daemon: the invariants hold whatever happens, in any order.
 
-decide() checks its own invariants after every step; the machine below knows besides what was asked, who
-truly faulted and whose work still runs, and holds the effects against it. At the end everything that is
-under way comes to its end, and then nobody may be left without an answer, and no slot without a domain.
+decide() checks its own invariants after each step. The state machine below also records which requests were
+made, which client truly faulted and which work still runs, and checks the effects against that. At the end
+all pending work completes; then every request has an answer and every slot has a domain.
 
-Long because the model of what must hold stands beside the rules that drive it.
+Long because one state machine has all rules.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mpsd.core import effects as fx
-from mpsd.core import events as ev
-from mpsd.core.draft import DEPARTED_KEPT, OPEN_FAULTS_KEPT
-from mpsd.core.hitrecords import HITS_KEPT
-from mpsd.core.state import ClientState, DomainState, Policy
-from mpsd.core.strays import STRAYS_KEPT
-from mpsd.model import (
+from mpsd.base.model import (
     Access,
+    AddressKind,
     ClientId,
-    Confidence,
     KernelAction,
     KernelFault,
-    LiesThere,
     Liveness,
     Nearby,
     NvmlXid,
@@ -40,59 +32,38 @@ from mpsd.model import (
     ZonePolicy,
     ZoneRole,
 )
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.draft import DEPARTED_KEPT, OPEN_FAULTS_KEPT
+from mpsd.core.faults.hitrecords import HITS_KEPT
+from mpsd.core.faults.unattributed import UNATTRIBUTED_RETAINED
+from mpsd.core.lists import LIST_WAIT_S, QUIET_LOG, UNSURE, UNSURE_S
+from mpsd.core.state import ClientState, DomainState, LogState, Policy
 from tests.support.core import (
-    MISALIGNED,
-    OUT_OF_RANGE,
-    REGISTER,
     UID,
     World,
     control_of,
     facts,
     kernel_xid,
-    mmu_text,
     process,
     server_of,
     uvm,
 )
-
-GPUS = ("GPU-0", "GPU-1")
-SLOTS = (("a", "GPU-0", 1000), ("b", "GPU-0", 2000), ("c", "GPU-1", None))
-ADDRESSES = (0, 0x7F0000001000, 0x7F0000002000)
-WORDS = ("", OUT_OF_RANGE, MISALIGNED, REGISTER, "@ 0x_", mmu_text(ADDRESSES[1], "GPCCLIENT_GCC"))
-XIDS = (13, 31, 32, 43, 45, 69, 48, 79, 9999)
-TIMERS = (
-    "ensure",
-    "ask",
-    "laggards",
-    "kill-victims",
-    "linger",
-    "kill-wait",
-    "strays",
-    "hits",
-    "thaw",
-    "no-such",
+from tests.support.randomlives import (
+    ADDRESSES,
+    GPUS,
+    ROUNDS,
+    SLOTS,
+    TIMERS,
+    WORDS,
+    XIDS,
+    Truth,
+    check_record,
+    is_absorbed,
+    picks,
+    pids,
+    processes,
 )
-ROUNDS = 10
-
-pids = st.integers(10, 17)
-starts = st.sampled_from((1, 1, 1, 2))
-picks = st.integers(0, 11)
-processes = st.builds(process, pids, starts)
-
-
-@dataclass
-class Truth:
-    """What the outside world knows and core does not."""
-
-    came_up: set[str] = field(default_factory=set)
-    faulted: set[ProcessInstance] = field(default_factory=set)
-    ended: set[ClientId] = field(default_factory=set)
-    vouched: set[tuple[str, ProcessInstance]] = field(default_factory=set)
-    stopped: set[ProcessInstance] = field(default_factory=set)
-    asked: set[str] = field(default_factory=set)
-    answered: Counter[str] = field(default_factory=Counter)
-    revisions: dict[int, int] = field(default_factory=dict)
-    timers: list[tuple[str, str]] = field(default_factory=list)
 
 
 class Daemon(RuleBasedStateMachine):
@@ -102,10 +73,15 @@ class Daemon(RuleBasedStateMachine):
         self.truth = Truth()
 
     @initialize(
-        spare=st.booleans(), kill=st.booleans(), crowded=st.booleans(), zone=st.sampled_from(ZonePolicy)
+        spare=st.booleans(),
+        kill=st.booleans(),
+        crowded=st.booleans(),
+        zone=st.sampled_from(ZonePolicy),
+        private=st.booleans(),
     )
-    def begin(self, spare: bool, kill: bool, crowded: bool, zone: ZonePolicy) -> None:
-        room: dict[str, Any] = {"max_slots": 2, "slot_idle_s": 1.0} if crowded else {}
+    def begin(self, spare: bool, kill: bool, crowded: bool, zone: ZonePolicy, private: bool) -> None:
+        self.truth.private = private
+        room: Any = {"max_slots": 2, "slot_idle_s": 1.0, "clients_per_domain": 2} if crowded else {}
         self.world = World(
             Policy(spare=spare, kill_victims_after_s=3.0 if kill else 0.0, zone_policy=zone, **room)
         )
@@ -114,7 +90,7 @@ class Daemon(RuleBasedStateMachine):
         for name in tuple(self.world.state.domains):
             self.start(name)
 
-    # One step, and what its effects must not be
+    # One step, and the effects it must not have
 
     def do(self, event: ev.Event) -> None:
         self.world.do(event)
@@ -123,7 +99,7 @@ class Daemon(RuleBasedStateMachine):
                 case fx.SwitchPath(domain=name):
                     assert name in self.truth.came_up, f"the path leads to {name}, which never came up"
                 case fx.Terminate():
-                    asked = isinstance(event, ev.EvictRequested | ev.GuardHit) or _is_sunk(event)
+                    asked = isinstance(event, ev.EvictRequested | ev.GuardHit) or is_absorbed(event)
                     running = getattr(event, "liveness", None) is Liveness.RUNNING
                     assert asked and running, "asked though it may not be running"
                     assert effect.process not in self.truth.stopped, "terminate_client for a frozen client"
@@ -142,7 +118,7 @@ class Daemon(RuleBasedStateMachine):
                 case fx.Answer(request=request):
                     self.truth.answered[request] += 1
                 case fx.Record():
-                    self.check_record(effect)
+                    check_record(self.world, self.truth, effect.record)
                 case fx.ArmTimer(kind=kind, subject=subject):
                     self.truth.timers.append((kind, subject))
                 case _:
@@ -151,9 +127,11 @@ class Daemon(RuleBasedStateMachine):
     def check_kill(self, event: ev.Event, client: ClientId) -> None:
         came = isinstance(event, ev.ClientNoticed | ev.ClientAttached)
         victims = isinstance(event, ev.TimerFired) and event.kind == "kill-victims"
-        asked = isinstance(event, ev.EvictRequested | ev.TerminateFinished | ev.GuardHit) or _is_sunk(event)
+        asked = isinstance(event, ev.EvictRequested | ev.TerminateFinished | ev.GuardHit) or is_absorbed(
+            event
+        )
         stop = isinstance(event, ev.StopRequested) or (came and self.world.state.stopping)
-        # What mpsd has stopped would never leave a domain that is lost.
+        # A client that mpsd froze would never leave a faulted domain.
         frozen = any(c.frozen is not None for c in self.world.state.spaces_of(client.process))
         lost = frozen and self.world.state.domains[client.domain].state is not DomainState.ACTIVE
         assert asked or stop or victims or lost, f"{client} is killed by {event}"
@@ -164,27 +142,12 @@ class Daemon(RuleBasedStateMachine):
     def check_release(self, client: ClientId) -> None:
         domain = self.world.state.domains.get(client.domain)
         harmless = domain is None or domain.state in (DomainState.FAULTED, DomainState.STOPPING)
-        # One that departed before it was leased is told apart: its lease was never core's to hold.
+        # A client that departed before it was leased is an exception: core never held its lease.
         held = any(gone.id == client and gone.leased for gone in self.world.state.departed)
         if held and not harmless and client not in self.truth.ended:
             assert not any(self.world.state.living_of(client.domain)), f"work of {client} is let loose"
 
-    def check_record(self, effect: fx.Record) -> None:
-        record, seen = effect.record, self.truth.revisions
-        if record.id not in seen:
-            assert record.id > max(seen, default=0) and record.revision >= 1
-        else:
-            assert record.revision > seen[record.id]
-        seen[record.id] = record.revision
-        if record.confidence is Confidence.CERTAIN:
-            assert record.offender is not None
-            who = record.offender.id.process
-            held = record.fault_class == "hang" and record.offender.id not in self.truth.ended
-            assert held or who in self.truth.faulted, f"{who} is named for certain"
-        assert (record.offender is None) == (record.confidence is Confidence.UNKNOWN)
-        assert record.offender is None or not record.suspects
-
-    # Picking: something that is there, or something that is not
+    # Picking: existing things, or made-up ones
 
     def domain_named(self, pick: int) -> str:
         names = sorted(self.world.state.domains)
@@ -196,7 +159,7 @@ class Daemon(RuleBasedStateMachine):
 
     def start(self, name: str) -> None:
         self.truth.came_up.add(name)
-        self.do(ev.DomainStarted(name, control_of(name), server_of(name)))
+        self.do(ev.DomainStarted(name, control_of(name), server_of(name), self.truth.private))
 
     # Domains
 
@@ -215,6 +178,10 @@ class Daemon(RuleBasedStateMachine):
         self.do(ev.DomainStartFailed(self.domain_named(pick), "no memory"))
 
     @rule(pick=picks)
+    def domain_is_out_of_reach(self, pick: int) -> None:
+        self.do(ev.DomainUnreachable(self.domain_named(pick), "its socket was removed"))
+
+    @rule(pick=picks)
     def domain_stops(self, pick: int) -> None:
         self.do(ev.DomainStopped(self.domain_named(pick)))
 
@@ -228,14 +195,35 @@ class Daemon(RuleBasedStateMachine):
         name = self.domain_named(pick)
         self.do(ev.ServerDied(name, process(5) if other else server_of(name)))
 
-    @rule(pick=picks)
-    def server_seen(self, pick: int) -> None:
+    @rule(pick=picks, uid=st.sampled_from((None, UID, 2000)))
+    def server_seen(self, pick: int, uid: int | None) -> None:
         name = self.domain_named(pick)
-        self.do(ev.ServerSeen(name, server_of(name)))
+        self.do(ev.ServerSeen(name, server_of(name), uid))
+
+    @rule(pick=picks)
+    def fatal_line(self, pick: int) -> None:
+        before = self.world.state
+        name = self.domain_named(pick)
+        self.do(ev.ServerFatalLogged(name, "handling a fatal GPU error"))
+        if name in before.domains and not before.domains[name].private:
+            assert self.world.state.next_fault == before.next_fault, "text of an open log makes a record"
 
     @rule(pick=picks, state=st.sampled_from(ServerState))
     def server_state(self, pick: int, state: ServerState) -> None:
         self.do(ev.ServerStateSeen(self.domain_named(pick), state))
+
+    @rule(pick=picks, log=st.sampled_from(LogState), unpinned=st.integers(0, 1))
+    def log_state(self, pick: int, log: LogState, unpinned: int) -> None:
+        self.do(ev.LogStateSeen(self.domain_named(pick), log, "a client has no line"))
+        self.do(ev.ClientsUnpinned(self.domain_named(pick), unpinned))
+
+    @rule(pick=picks, unknown=st.booleans(), age=st.sampled_from((0.0, 1.0)))
+    def clients_listed(self, pick: int, unknown: bool, age: float) -> None:
+        name = self.domain_named(pick)
+        here = {c.id.process.pid for c in self.world.state.clients_of(name)}
+        self.do(
+            ev.ClientsListed(name, self.world.now - age, frozenset({*here, *([9999] if unknown else [])}))
+        )
 
     @rule(number=st.integers(0, 2), exclusive=st.booleans())
     def mode(self, number: int, exclusive: bool) -> None:
@@ -262,12 +250,9 @@ class Daemon(RuleBasedStateMachine):
         name = f"d{pick}"
         if name not in self.world.state.domains:
             self.truth.came_up.add(name)
-        server = server_of(name)
-        self.do(
-            ev.DomainAdopted(
-                name, SLOTS[number][0], role, state, control_of(name), server, ServerState.ACTIVE
-            )
-        )
+        found = (control_of(name), server_of(name), ServerState.ACTIVE, frozenset[ProcessInstance]())
+        private = self.truth.private
+        self.do(ev.DomainAdopted(name, SLOTS[number][0], role, state, *found, private))
 
     @rule(pick=picks, who=processes, spaces=st.sampled_from(((), (0,), (0, 1), (2,))))
     def lease_restored(self, pick: int, who: ProcessInstance, spaces: tuple[int, ...]) -> None:
@@ -287,6 +272,22 @@ class Daemon(RuleBasedStateMachine):
         if listed:
             self.truth.vouched.add((name, who))
         self.do(ev.ClientNoticed(name, facts(who.pid, who.start_ticks), listed))
+
+    @rule(pick=picks)
+    def foreign(self, pick: int) -> None:
+        self.do(ev.ForeignNoticed(self.domain_named(pick)))
+
+    @rule(pick=picks, listed=st.frozensets(pids, max_size=3), waits=st.booleans())
+    def list_of_clients(self, pick: int, listed: frozenset[int], waits: bool) -> None:
+        """Only a process that a log line alone names is forgotten for its absence from a list."""
+        self.world.wait(self.world.state.policy.attach_deadline_s if waits else 0.0)
+        before = self.world.state.clients
+        self.do(ev.ClientsListed(self.domain_named(pick), self.world.now, listed))
+        for client in (c for name, c in before.items() if name not in self.world.state.clients):
+            domain = self.world.state.domains[client.id.domain]
+            spoken_for = domain.private and domain.owns(client.facts)
+            assert not (client.listed or (client.leased and spoken_for)) or not client.living
+            assert client.id.process.pid not in listed or not client.living
 
     @rule(pick=picks, who=processes, spaces=st.integers(1, 2))
     def join(self, pick: int, who: ProcessInstance, spaces: int) -> None:
@@ -378,6 +379,15 @@ class Daemon(RuleBasedStateMachine):
         name = "stack" if pid else ""
         self.do(kernel_xid(xid, text, pid, name, gpu))
 
+    @precondition(lambda self: any(s.logged for s in self.world.state.strays))
+    @rule(pick=picks, lives=st.booleans(), on_mps=st.sampled_from((None, False, True)))
+    def identified(self, pick: int, lives: bool, on_mps: bool | None) -> None:
+        asked = [s for s in self.world.state.strays if s.logged is not None]
+        stray = asked[pick % len(asked)]
+        assert stray.logged is not None
+        found = facts(stray.logged.pid) if lives else None
+        self.do(ev.ProcessIdentified(stray.gpu, stray.logged, found, on_mps))
+
     @rule(xid=st.sampled_from(XIDS), gpu=st.sampled_from(GPUS))
     def nvml_xid(self, xid: int, gpu: str) -> None:
         self.do(ev.NvmlXidSeen(NvmlXid(gpu, xid)))
@@ -386,10 +396,6 @@ class Daemon(RuleBasedStateMachine):
     def server_at_fault(self, pick: int, gpu: str) -> None:
         domain = self.domain_named(pick)
         self.do(ev.ServerAtFault(domain, server_of(domain), gpu))
-
-    @rule(pick=picks)
-    def server_fatal(self, pick: int) -> None:
-        self.do(ev.ServerFatalLogged(self.domain_named(pick), "fatal GPU error"))
 
     # Guard zones
 
@@ -427,7 +433,7 @@ class Daemon(RuleBasedStateMachine):
         faults=st.integers(1, 9),
     )
     def sunk(self, pick: int, liveness: Liveness, faults: int) -> None:
-        """What the rule above comes to too rarely: of somebody who is there, and may be put out."""
+        """A case that the rule above rarely reaches: the client is alive and may be evicted."""
         living = sorted({c.id.process for c in self.world.state.clients.values() if c.living and c.leased})
         if living:
             self.tell_of_kernel(KernelAction.SUNK, living[pick % len(living)], liveness, faults)
@@ -472,8 +478,8 @@ class Daemon(RuleBasedStateMachine):
             self.truth.stopped.discard(who)
         self.do(ev.LivenessSeen(who, liveness))
 
-    @rule(number=st.integers(0, 30), lies=st.sampled_from(LiesThere))
-    def inspected(self, number: int, lies: LiesThere) -> None:
+    @rule(number=st.integers(0, 30), lies=st.sampled_from(AddressKind))
+    def inspected(self, number: int, lies: AddressKind) -> None:
         self.do(ev.Inspected(number, lies))
 
     # Eviction and time
@@ -503,14 +509,14 @@ class Daemon(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.world.wait(seconds)
 
-    # What must hold at all times
+    # Invariants
 
     @invariant()
     def state_is_bounded(self) -> None:
         state = self.world.state
         assert len(state.departed) <= DEPARTED_KEPT
         assert len(state.open_faults) <= OPEN_FAULTS_KEPT
-        assert len(state.strays) <= STRAYS_KEPT
+        assert len(state.strays) <= UNATTRIBUTED_RETAINED
         assert len(state.hits) <= HITS_KEPT
         assert len(state.tallies) <= len(state.clients)
         assert not (state.stopping and any(s.active or s.spare for s in state.slots.values()))
@@ -528,8 +534,15 @@ class Daemon(RuleBasedStateMachine):
                 assert self.world.path(slot.id) == active.id
 
     def teardown(self) -> None:
-        """Everything that is under way comes to its end, in the order the world would have it."""
+        """Complete all pending work, in the order in which the world would."""
         self.do(ev.AdoptionDone())
+        for name in tuple(self.world.state.domains):
+            self.do(ev.LogStateSeen(name, LogState.WORKS))
+            self.do(ev.ClientsUnpinned(name, 0))
+        self.world.wait(max(UNSURE_S, LIST_WAIT_S))
+        for name in tuple(self.world.state.domains):
+            for kind in (QUIET_LOG, UNSURE, "ask"):
+                self.do(ev.TimerFired(kind, name))
         for _ in range(ROUNDS):
             self.play_out()
         state = self.world.state
@@ -557,12 +570,15 @@ class Daemon(RuleBasedStateMachine):
                 self.do(ev.DomainStopped(name))
             elif domain.state is DomainState.FAULTED:
                 self.do(ev.ServerStateSeen(name, ServerState.ACTIVE))
+            elif domain.server is None and domain.state in (DomainState.ACTIVE, DomainState.WARM):
+                self.world.wait(1.0)
+                self.do(ev.ServerStateSeen(name, ServerState.GONE))
+        # A slot that has had many domains waits for the next one.
+        self.world.wait(60.0)
+        for name in tuple(self.world.state.domains):
+            self.do(ev.ClientsListed(name, self.world.now, frozenset()))
         for slot in tuple(self.world.state.slots):
             self.do(ev.TimerFired("ensure", slot))
-
-
-def _is_sunk(event: ev.Event) -> bool:
-    return isinstance(event, ev.KernelFaultSeen) and event.fault.action is KernelAction.SUNK
 
 
 TestDaemon = Daemon.TestCase

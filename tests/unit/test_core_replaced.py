@@ -1,24 +1,24 @@
-"""A server dies and another one comes in the same domain: whose contexts are dead, and whose are not."""
+"""A server dies and a second server starts in the same domain: which clients' contexts are dead."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from mpsd.base.model import FailoverMode, ProcessInstance, ReplayMode, ServerState, ZonePolicy
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core.standby import Standing, Turn
+from mpsd.core.failover.participants import Standing, Turn
 from mpsd.core.state import DomainState
-from mpsd.model import Again, FailoverMode, ProcessInstance, ServerState, ZonePolicy
 from tests.support.core import facts, process, server_of
 from tests.unit.test_core_failover import ON, Site, again, exact, site
-from tests.unit.test_core_turns import comes, lose, suspects
+from tests.unit.test_core_serialreplay import comes, lose, suspects
 
 EXACT = FailoverMode.EXACT
 ANOTHER = ProcessInstance(200_900, 500)
 
 
 def replaced(world: Site, name: str = "d1") -> Site:
-    """The server of that domain has died, and the control daemon has started another one."""
+    """The server of that domain has died, and the control daemon has started a new server."""
     world.do(ev.ServerDied(name, server_of(name)))
     assert world.domain(name).state is DomainState.RETIRED
     world.do(ev.ServerSeen(name, ANOTHER))
@@ -27,7 +27,7 @@ def replaced(world: Site, name: str = "d1") -> Site:
 
 
 def with_one_that_is_not_ready() -> Site:
-    """10 is, and 11 is not."""
+    """Client 10 is ready, and 11 is not."""
     world = site(10)
     world.attach(11, "d1")
     world.hello(11)
@@ -44,13 +44,13 @@ def test_who_was_not_ready_moves_when_it_is_though_another_server_is_there() -> 
 
 
 def test_who_joined_the_other_server_stays() -> None:
-    """Its contexts are well: it stays where it is, and is told nothing."""
+    """Its contexts are healthy: it stays where it is, and gets no command."""
     world = replaced(site(10))
     world.attach(11, "d1")
     world.hello(11)
     world.is_ready(11, 2)
     assert not world.told() and world.standing(11) is Standing.READY
-    # What concerns that server concerns it.
+    # The death of the new server concerns the client.
     world.do(ev.ServerDied("d1", ANOTHER))
     assert world.told() == [11]
 
@@ -62,7 +62,7 @@ def test_another_program_in_the_same_process_is_none_of_those() -> None:
     world.do(ev.ServerDied("d1", server_of("d1")))
     world.do(ev.ClientLeft(process(11), "exec"))
     world.do(ev.ServerSeen("d1", ANOTHER))
-    # What is left of the program before has the first number.
+    # The address space left by the earlier program has the first number.
     world.do(ev.ClientNoticed("d1", facts(11)))
     world.do(ev.ClientAttached("d1", process(11), 1, tracked=True, space=1, apart=True))
     world.hello(11)
@@ -77,7 +77,7 @@ def test_what_is_told_of_its_end_is_nobodys_fault_to_who_comes_later_either() ->
     world.do(ev.ServerDied("d1", server_of("d1")))
     world.wait(0.5)
     world.is_ready(11, 2)
-    assert again(world) == {11: Again.AGAIN}
+    assert again(world) == {11: ReplayMode.AGAIN}
 
 
 def test_a_fault_of_the_other_server_is_one() -> None:
@@ -97,9 +97,9 @@ def test_nobody_has_a_turn_in_a_dead_context() -> None:
     assert world.state.members[process(11)].turn is Turn.WAITS
     replaced(world, "d2")
     world.is_ready(10, 3)
-    assert world.told() == [10] and not world.made(fx.HaveTurn)
+    assert world.told() == [10] and not world.made(fx.GrantTurn)
     world.is_ready(11, 3)
-    assert world.told() == [11] and not world.made(fx.HaveTurn)
+    assert world.told() == [11] and not world.made(fx.GrantTurn)
 
 
 def test_victims_of_a_fault_are_still_that() -> None:
@@ -145,8 +145,8 @@ def test_who_still_prepares_a_standby_is_let_live_for_a_while() -> None:
 
 
 def test_a_standby_that_is_lost_too_gives_no_turn() -> None:
-    """As before another server came."""
+    """The result is the same as before another server started."""
     world = suspects(10, 11)
     comes(world, 10, 30)
     lose(world, "d2")
-    assert not world.made(fx.HaveTurn)
+    assert not world.made(fx.GrantTurn)

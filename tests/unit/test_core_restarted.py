@@ -1,4 +1,4 @@
-"""A daemon takes over what another one left: what was lost meanwhile, or before, is lost to it too."""
+"""A daemon adopts the state of an earlier one: faults from before or during the restart still count."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from mpsd import adoption
+from mpsd.base.model import ProcessInstance, ServerState
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core import memberevents as mev
-from mpsd.core.standby import Standing
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Standing
 from mpsd.core.state import DomainState, Policy
-from mpsd.model import ProcessInstance, ServerState
+from mpsd.daemon import adoption
 from tests.support.core import GPU, SLOT, UID, control_of, facts, process, server_of
 from tests.unit.test_core_failover import KEEP, ON, Site
 from tests.unit.test_core_replaced import ANOTHER, replaced, with_one_that_is_not_ready
@@ -28,12 +28,12 @@ def started_anew(policy: Policy = ON, *, exclusive: bool = False) -> Site:
 
 def adopted(world: Site) -> Site:
     world.do(ev.AdoptionDone())
-    world.do(ev.CopiesSeen(""))
+    world.do(ev.DriverFilesSeen(""))
     return world
 
 
 def test_its_server_died_and_another_one_came() -> None:
-    """11 is listed by that one, which it may have brought; 10 is not."""
+    """The new server lists 11, which may have started it; it does not list 10."""
     world = started_anew()
     world.adopt("d1", ACTIVE, DomainState.ACTIVE)
     world.adopt("d2", SPARE, DomainState.WARM)
@@ -94,7 +94,7 @@ def test_who_was_not_ready_before_moves_when_it_is(server: ProcessInstance | Non
 
 @pytest.mark.parametrize("exclusive", [True, False])
 def test_victims_of_a_fault_before_are_drained_all_the_same(exclusive: bool) -> None:
-    """Where only one server can be, nothing else would ever come up for the slot."""
+    """In exclusive mode only one server can exist, so the slot would stay empty otherwise."""
     world = started_anew(replace(ON, kill_victims_after_s=0.0 if exclusive else 5.0), exclusive=exclusive)
     world.adopt("d1", ACTIVE, DomainState.FAULTED, server_state=ServerState.FAULT)
     world.attach(10, "d1")
@@ -113,3 +113,15 @@ def test_a_standby_that_nobody_wants_any_more_ends() -> None:
     adopted(world)
     world.timer("standby-linger", SLOT)
     assert [e.domain for e in world.made(fx.StopDomain)] == ["d2"]
+
+
+@pytest.mark.parametrize("state", DomainState)
+@pytest.mark.parametrize("role", ev.DomainRole)
+def test_a_domain_is_adopted_in_any_state_and_role(role: ev.DomainRole, state: DomainState) -> None:
+    """decide() checks the invariants."""
+    world = started_anew()
+    world.adopt("d1", role, state)
+    world.attach(10, "d1")
+    adopted(world)
+    if role is ACTIVE and state in (DomainState.WARM, DomainState.ACTIVE, DomainState.FULL):
+        assert world.state.slots[SLOT].active == "d1" and world.domain("d1").state is DomainState.ACTIVE

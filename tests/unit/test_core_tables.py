@@ -1,4 +1,4 @@
-"""The transition tables: every entry written down a second time, and nothing beside it."""
+"""The transition tables: every entry is written down a second time here, and there are no further ones."""
 
 from __future__ import annotations
 
@@ -25,12 +25,22 @@ warm      fault         faulted
 warm      poison        poisoned
 warm      server died   retired
 warm      control died  headless
+warm      unreachable   retired
 warm      retire        retired
 active    fault         faulted
 active    poison        poisoned
 active    server died   retired
 active    control died  headless
+active    unreachable   retired
 active    retire        retired
+active    full          full
+full      activated     active
+full      fault         faulted
+full      poison        poisoned
+full      server died   retired
+full      control died  headless
+full      retire        retired
+full      empty         stopping
 faulted   recovered     active
 faulted   empty         stopping
 faulted   server died   retired

@@ -1,18 +1,18 @@
-"""A process that is a client of two domains at once: by a second copy of libcuda."""
+"""A process that is a client of two domains at once, through a second driver instance."""
 
 from __future__ import annotations
 
+from mpsd.base.model import ClientId, Confidence, Liveness, ServerState
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.state import ClientState, DomainState, Policy
-from mpsd.model import ClientId, Confidence, Liveness, ServerState
 from tests.support.core import World, process, server_of
 
 BOTH = [ClientId("d1", process(10)), ClientId("d3", process(10))]
 
 
 def world_of_two(policy: Policy | None = None) -> World:
-    """10 is a client of d1 and of d3, which are of one user; 11 of d1 and 12 of d3 alone."""
+    """10 is a client of d1 and of d3, which belong to one user; 11 only of d1, and 12 only of d3."""
     world = World(policy).ready()
     world.want(slot="second")
     world.started("d3")
@@ -87,7 +87,7 @@ def test_as_a_victim_of_one_domain_it_is_killed_once() -> None:
 
 def test_its_fault_takes_the_domain_whose_server_says_so_and_no_other() -> None:
     world = world_of_two()
-    # Every tracker on it sees the fault: that of each domain.
+    # Each tracker on the process sees the fault, in each domain.
     for domain in ("d1", "d3"):
         world.fault(10, domain=domain)
         record = world.record()

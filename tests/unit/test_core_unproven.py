@@ -1,22 +1,24 @@
-"""Turns that end before what was done again in them has: nobody else is named by a fault of that."""
+"""Turns that end before their replay has: a later fault names no other client."""
 
 from __future__ import annotations
 
 import pytest
 
+from mpsd.base.model import FailoverMode
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core import memberevents as mev
-from mpsd.core.standby import Standing, Turn
-from mpsd.core.turns import GUESS_S, SLOW_TURN_S, TURN_S
-from mpsd.model import FailoverMode
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Standing, Turn
+from mpsd.core.failover.serialreplay import GUESS_S, SLOW_TURN_S, TURN_S
 from tests.support.core import OUT_OF_RANGE, process, server_of
 from tests.unit.test_core_failover import Site, suspected, turns_of
 
 
 def in_turn(*pids: int) -> Site:
-    """The first of these does its work again in d2, the others wait, but for the last, which had none; there
-    is a standby, d3."""
+    """The first client replays in d2, the other clients wait, except the last, which has nothing to replay.
+
+    d3 is the standby domain.
+    """
     world = suspected(*pids)
     world.started("d3")
     assert turns_of(world) == {pid: Turn.HAS if pid == pids[0] else Turn.WAITS for pid in pids[:-1]}
@@ -33,19 +35,19 @@ def named(world: Site) -> int | None:
 
 
 def end_turn(world: Site) -> None:
-    """By its time."""
+    """End the current turn by its time limit."""
     timer = world.ever(fx.ArmTimer)
     (subject,) = {e.subject for e in timer if e.kind == "failover-turn" and _has_turn(world, e.subject)}
     world.timer("failover-turn", subject)
 
 
 def offered(world: Site) -> set[int]:
-    """Who has been offered d3."""
+    """Return the clients that were offered d3."""
     return {e.process.pid for e in world.ever(fx.OfferStandby) if e.generation == 3}
 
 
 def late(world: Site, pid: int) -> None:
-    """It may be offered a standby again, though its work has not ended."""
+    """Let the time pass after which a client with unfinished work is offered a standby context again."""
     assert pid not in offered(world)
     world.wait(SLOW_TURN_S)
     (timer,) = {e.subject for e in world.ever(fx.ArmTimer) if e.kind == "failover-late"}
@@ -54,7 +56,7 @@ def late(world: Site, pid: int) -> None:
 
 
 def move_both(world: Site) -> None:
-    """10 and 11 into d3, both with work to do again."""
+    """Move 10 and 11 into d3, both with work to replay."""
     for pid in (10, 11):
         world.is_ready(pid, 3)
     for pid in (10, 11):
@@ -161,7 +163,7 @@ def test_who_is_cut_off_and_runs_on_makes_the_next_ones_unsure_for_as_long() -> 
 
 
 def test_two_that_are_slow_take_turns_in_being_the_first() -> None:
-    """The work of 10 would run beside the turn of 11, which makes the faults, for ever."""
+    """Otherwise the work of 10 would run beside each turn of 11, the offender."""
     world = in_turn(10, 11, 9)
     world.wait(TURN_S)
     end_turn(world)
@@ -212,7 +214,7 @@ def test_who_took_longer_and_died_is_open_for_a_while_alone() -> None:
 
 
 def test_who_took_longer_and_came_again_is_not_named_for_good() -> None:
-    """Its program does not say any more that its work has ended."""
+    """After its new connection the client no longer reports that its work has ended."""
     world = in_turn(10, 11, 9)
     end_turn(world)
     world.do(mev.MemberDone(process(11), 2, 5, 6))
@@ -225,7 +227,7 @@ def test_who_took_longer_and_came_again_is_not_named_for_good() -> None:
 
 
 def put_out(world: Site) -> list[int]:
-    """Who is ended where it has moved to."""
+    """Return the clients that are killed after they have moved."""
     for timer in [e for e in world.ever(fx.ArmTimer) if e.kind == "failover-put-out"]:
         world.timer(timer.kind, timer.subject)
     return [e.client.process.pid for e in world.ever(fx.Kill)]
@@ -277,7 +279,7 @@ def test_slow_is_who_took_longer_than_its_turn_when_it_had_it_last(in_time: bool
 
 
 def test_who_begins_after_the_first_sign_of_a_fault_did_not_make_it() -> None:
-    """An exception's own line names nobody, and comes before the one that says whose domain is lost."""
+    """An SM exception's line names no client, and comes before the line that tells which domain faulted."""
     world = in_turn(10, 11, 9)
     world.wait(world.state.policy.evidence_window_s + 1.0)
     world.kernel(13, OUT_OF_RANGE)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mpsd.core.vault import Holding, Ledger, Limits, Outcome, Owner, Quota, Refusal, valid_name
-from mpsd.model import ProcessInstance
+from mpsd.base.model import ProcessInstance
+from mpsd.core.vault import Ledger, Limits, Outcome, Owner, Quota, Refusal, Segment, valid_name
 
 LIMITS = Limits(Quota(60, 4), Quota(100, 7), Quota(50, 3), 9, 10.0)
 OWNERS = (Owner(1, "/a"), Owner(1, "/b"), Owner(1, token="t"), Owner(2, "/a"))
@@ -32,12 +32,12 @@ def admit(
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """The model is a plain list; whatever leaves the ledger must have been told exactly once."""
+    """The model is a plain list; each segment that leaves the ledger is reported exactly once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger(LIMITS)
-        self.model: dict[int, Holding] = {}
+        self.model: dict[int, Segment] = {}
         self.now = 0.0
         self.life = [0] * 8
 
@@ -60,7 +60,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert replace(before, name=changed.name, died=changed.died, share=changed.share) == changed
             self.model[changed.id] = changed
 
-    def lives(self, which: int) -> list[Holding]:
+    def lives(self, which: int) -> list[Segment]:
         return [h for h in self.model.values() if h.process == self.process(which) and h.died is None]
 
     @rule(
@@ -75,7 +75,7 @@ class LedgerMachine(RuleBasedStateMachine):
         outcome = admit(self.ledger, owner, process, number, size, alone)
         self.told(outcome)
         assert (outcome.holding is None) != (outcome.refusal is None)
-        # Room is made of the same owner's dead alone.
+        # Only segments of the same owner's exited clients are freed to make space.
         assert all(h.owner == owner and h.died is not None for h in outcome.freed)
         if number in {h.number for h in mine}:
             assert outcome.refusal is Refusal.TWICE
@@ -106,7 +106,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.told(outcome)
         assert not outcome.freed
         if not there:
-            # The name may be wished for by somebody who has nothing yet.
+            # A process that holds nothing may have reserved the name.
             assert outcome.refusal in (Refusal.NOTHING, Refusal.NAME_TAKEN)
         elif not there[0].alone:
             assert outcome.refusal is Refusal.NAME_TAKEN
@@ -194,11 +194,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """Another daemon reads the notes: living processes and what is kept, as it was."""
+        """Another daemon reads the notes: segments of living processes and kept segments are as they were."""
         later = Ledger(LIMITS)
         assert all(later.restore(h) for h in sorted(self.model.values(), key=lambda h: -h.id))
         assert not any(later.restore(h) for h in self.model.values())
-        # Wishes of processes that hold nothing are forgotten with the daemon that heard them.
+        # Names reserved by processes that hold nothing are lost with the old daemon.
         later.next_id = self.ledger.next_id
         self.ledger = later
 
@@ -250,7 +250,7 @@ def test_a_kept_name_is_its_owner_s_alone() -> None:
     assert later is not None and later.name == "model"
     for other in (Owner(0, "/pod-b"), Owner(1, "/pod-a"), Owner(0), Owner(0, token="x")):
         assert ledger.named(other, "model") == ()
-        # The same name of another owner is another one.
+        # The same name of another owner is a different name.
         assert ledger.keep(other, ProcessInstance(8, other.uid), "model").refusal is None
     again = ProcessInstance(9, 1)
     assert ledger.keep(owner, again, "model").refusal is Refusal.NAME_TAKEN
@@ -273,7 +273,7 @@ def test_a_piece_kept_alone_goes_from_process_to_process() -> None:
     assert ledger.died(first, 5.0).freed == ()
     taken = ledger.take(owner, second, "weights", number=5, address=0).holding
     assert taken is not None and (taken.process, taken.number, taken.died) == (second, 5, None)
-    # The others grow old; that one does not while its process lives, and does after it.
+    # The other segments expire; this segment does not while its process lives, and does after that.
     assert {h.name for h in ledger.expire(15.0).freed} == {"moments", "all"}
     assert ledger.next_expiry() is None
     ledger.died(second, 20.0)
@@ -295,7 +295,7 @@ def test_what_is_left_is_there_for_the_next_and_for_the_same_process() -> None:
 
 
 def test_a_program_that_replaced_itself_can_use_its_numbers_again() -> None:
-    """The process is the same, and what the program before kept is not among what it has."""
+    """The process is the same, and segments kept by its earlier program do not count as its own."""
     ledger = Ledger(GENEROUS)
     owner, process = Owner(0), ProcessInstance(7, 1)
     admit(ledger, owner, process, 1, alone="weights")

@@ -1,4 +1,4 @@
-"""The soft limit of descriptors is raised as far as it may be."""
+"""The soft limit of descriptors is raised as far as allowed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from mpsd.linux import descriptors
+from mpsd.os import descriptors
 
 
 @pytest.mark.parametrize(
@@ -14,8 +14,8 @@ from mpsd.linux import descriptors
     [
         ((1024, 4096), 4096),
         ((4096, 4096), 4096),
-        ((1024, 1 << 30), descriptors.MOST),
-        ((1024, resource.RLIM_INFINITY), descriptors.MOST),
+        ((1024, 1 << 30), descriptors.MAX_DESCRIPTORS),
+        ((1024, resource.RLIM_INFINITY), descriptors.MAX_DESCRIPTORS),
         ((1 << 21, 1 << 30), 1 << 21),
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), resource.RLIM_INFINITY),
     ],

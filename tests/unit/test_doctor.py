@@ -1,10 +1,12 @@
-"""The checks of doctor, on machines made up of files."""
+"""The checks of doctor, on machines that consist of files."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from mpsd import doctor, pipedir
-from mpsd.errors import UnsupportedError
+from mpsd.api import doctor
+from mpsd.base.errors import UnsupportedError
+from mpsd.base.model import ComputeMode, Gpu
 from mpsd.gpu.base import Check
 from mpsd.gpu.nvidia import checks as nvidia
-from mpsd.model import ComputeMode, Gpu
+from mpsd.mps import pipedir
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:
@@ -84,6 +87,27 @@ def test_too_few_descriptors_and_watches(tmp_path: Path, monkeypatch: pytest.Mon
     assert run(tmp_path)["descriptor limit"].ok is True
 
 
+def test_private_domains_need_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(path: str, name: str) -> bytes:
+        raise OSError(errno.ENOTSUP, "Operation not supported", path)
+
+    assert run(tmp_path)["private domains"].ok
+    off = run(tmp_path, private=False)["private domains"]
+    assert off.ok is None and "other users can enter" in off.finding
+    monkeypatch.setattr(os, "getxattr", without)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    check = run(tmp_path)["private domains"]
+    assert (check.ok, check.remedy) == (False, "mount it on tmpfs or ext4")
+    assert check.finding.startswith(f"run_dir {tmp_path}/run is on a file system without POSIX ACLs")
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    check = run(tmp_path, still_open=("d1", "d2"))["private domains"]
+    assert check.ok is False and check.finding.startswith("d1, d2: open to all users") and check.remedy
+    # A user's own mpsd has directories of mode 0700.
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert run(tmp_path)["private domains"].ok
+
+
 def test_a_pid_namespace_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "INITIAL_PID_NAMESPACE", 1)
     check = run(tmp_path)["pid namespace"]
@@ -100,8 +124,36 @@ def test_a_closed_directory_on_the_way_to_the_sockets(tmp_path: Path) -> None:
     closed.mkdir(mode=0o700)
     check = run(tmp_path)["way to the sockets"]
     assert check.ok is False
-    # The test's own directory may be closed further up; the first closed one from below is named.
+    # The test's own directory may be closed further up; the check names the first closed one from below.
     assert str(closed) in check.finding
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user's rights")
+def test_the_part_of_the_way_to_a_domain_that_is_closed_to_its_user(tmp_path: Path) -> None:
+    base = Path("/tmp") / f"mpsd-doctor-{os.getpid()}"
+    pipe = base / "d" / "d1"
+    pipe.mkdir(parents=True)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(pipedir.socket_path(str(pipe)))
+            os.chmod(pipedir.socket_path(str(pipe)), 0o666)
+            listener.listen()
+            for path in (base, pipe.parent, pipe):
+                path.chmod(0o755)
+            ways = {"d1": (65534, str(pipe)), "d2": (None, str(base / "d" / "d2"))}
+            named = run(tmp_path, ways=ways)
+            assert named["way to d1"].ok and named["way to d1"].finding == "open to its user"
+            assert named["way to d2"].ok is False
+            assert named["way to d2"].finding == "the pipe directory of d2 was removed"
+            pipe.parent.chmod(0o700)
+            check = run(tmp_path, ways=ways)["way to d1"]
+            assert (check.ok, check.finding) == (False, f"{pipe.parent} is closed to its user")
+            pipe.parent.chmod(0o755)
+            pipe.chmod(0o700)
+            check = run(tmp_path, ways={"d1": (None, str(pipe))})["way to d1"]
+            assert (check.ok, check.finding) == (False, "the pipe directory of d1 is closed to other users")
+    finally:
+        shutil.rmtree(base)
 
 
 def test_pipe_directories(tmp_path: Path) -> None:
@@ -125,7 +177,7 @@ def test_pipe_directories(tmp_path: Path) -> None:
 
 
 class FakeNvml:
-    """As much of Nvml as the checks ask."""
+    """The part of Nvml that the checks use."""
 
     def __init__(self, mode: ComputeMode = ComputeMode.DEFAULT, addressing: str = "none") -> None:
         self._mode = mode

@@ -1,4 +1,4 @@
-"""Events: numbers that are never given twice, and what a late reader is told that it cannot have."""
+"""Events: numbers that are never used twice, and the gap that a late reader sees."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.bulletin import EVENTS_KEPT, Bulletin, Moment
-from mpsd.eventnumbers import BLOCK, EventNumbers
-from mpsd.journal import Journal
+from mpsd.base.conditions import Code
+from mpsd.records.bulletin import EVENTS_KEPT, Bulletin, Moment
+from mpsd.records.eventnumbers import BLOCK, EventNumbers
+from mpsd.records.journal import Journal
 from mpsd.wire.messages import Gap
 
 
@@ -26,7 +27,7 @@ def publish(bulletin: Bulletin, count: int) -> None:
 def test_a_number_is_given_once_however_a_life_ends(tmp_path: Path, given: int) -> None:
     first = EventNumbers(tmp_path)
     assert [first.next() for _ in range(given)] == list(range(1, given + 1))
-    # No word of its end is written.
+    # Nothing records the end of this life.
     second = EventNumbers(tmp_path)
     assert second.first == second.next() > given
     assert not second.problem
@@ -50,7 +51,7 @@ def test_what_cannot_be_reserved_is_told_and_numbers_go_on(tmp_path: Path) -> No
     numbers = EventNumbers(tmp_path)
     assert [numbers.next() for _ in range(BLOCK + 2)][-1] == BLOCK + 2
     assert "cannot write" in numbers.problem
-    # As soon as it can be, before more are given.
+    # It is reserved as soon as possible, before further numbers are used.
     (tmp_path / "events.json.new").rmdir()
     assert numbers.file.retry() and not numbers.problem
     assert EventNumbers(tmp_path).first > numbers.last
@@ -81,3 +82,27 @@ def test_what_a_reader_cannot_be_told(tmp_path: Path) -> None:
     assert later.gap_after(first) is Gap.FORGOTTEN
     assert later.gap_after(first + 1) is Gap.NONE
     later.close()
+
+
+@pytest.mark.parametrize("given", [0, 3, BLOCK, BLOCK + 1])
+def test_an_orderly_end_leaves_no_gap(tmp_path: Path, given: int) -> None:
+    first = bulletin(tmp_path)
+    publish(first, given)
+    first.close()
+    second = EventNumbers(tmp_path)
+    assert second.next() == given + 1
+    # An event after the end, such as that of a request still in progress, gets a number of its own, too.
+    late = EventNumbers(tmp_path)
+    late.close()
+    assert late.next() < EventNumbers(tmp_path).first
+
+
+def test_files_that_cannot_be_written_are_conditions(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    place = tmp_path / "plain"
+    bulletin = Bulletin(Journal.open(place), None, EventNumbers(place))
+    bulletin.journal.append({"id": 1})
+    found = bulletin.conditions()
+    assert [(c.code, Path(c.subject).parent) for c in found] == [(Code.FILE_NOT_KEPT, place)] * 2
+    assert all("cannot write" in c.detail or "Not a directory" in c.detail for c in found)
+    bulletin.close()

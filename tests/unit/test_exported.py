@@ -1,4 +1,4 @@
-"""Descriptors from strangers: what is exported memory, and all the things that are not."""
+"""Descriptors from strangers: exported memory is accepted, and every other kind refused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.errors import GpuError
+from mpsd.base.errors import GpuError
 from mpsd.gpu.base import ExportedMemory
 from mpsd.gpu.nvidia.exported import CONTROL_DEVICE, NvidiaMemory
 from mpsd.gpu.simulated.exported import NAME, SEALS, SimulatedMemory
-from mpsd.linux.filetype import file_type
+from mpsd.os.filetype import file_type
 
 CLAIM = ExportedMemory(1 << 20, "GPU-a")
 NULL = os.makedev(1, 3)
@@ -31,7 +31,7 @@ def memory(size: int = 4096, name: str = NAME, seals: int = SEALS) -> int:
 
 @pytest.fixture
 def strangers() -> Iterator[list[int]]:
-    """A descriptor of every kind that is no memory of anybody's GPU."""
+    """Yield a descriptor of each kind that is not GPU memory."""
     left, right = socket.socketpair()
     with tempfile.TemporaryFile() as plain, tempfile.NamedTemporaryFile(prefix="memfd:mpsd") as named:
         fds = [*os.pipe(), os.open("/", os.O_RDONLY), os.open("/dev/zero", os.O_RDONLY)]
@@ -42,7 +42,7 @@ def strangers() -> Iterator[list[int]]:
         ]
         fds += [memory(name="other"), memory(seals=0), memory(seals=fcntl.F_SEAL_GROW), memory(0)]
         fds += [memory(8192), left.fileno(), right.fileno(), plain.fileno(), named.fileno()]
-        # Larger than the GPU, in the place of the one above.
+        # Larger than the GPU, in place of the descriptor above.
         yield fds
         for fd in fds[:-4]:
             os.close(fd)
@@ -83,7 +83,7 @@ def test_a_file_with_the_name_is_not_the_stand_in_s(tmp_path: Path) -> None:
 
 
 def test_nvidia_s_is_its_control_device_and_the_claim_is_bounded(strangers: list[int]) -> None:
-    """With the null device in the control device's place: there is none here."""
+    """The null device stands in for the control device, which does not exist here."""
     assert (os.major(CONTROL_DEVICE), os.minor(CONTROL_DEVICE)) == (195, 255)
     inspector = NvidiaMemory({"GPU-a": 1 << 20}, device=NULL)
     for stranger in strangers:

@@ -1,4 +1,4 @@
-"""Messages of the fail-over's socket: one layout for compiler and Python; nonsense is refused."""
+"""Messages of the fail-over socket: one layout for compiler and Python; invalid messages are refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.failover import wire
-from mpsd.failover.wire import Kind, Message, WireError, pack, unpack
-from mpsd.model import Again, FailoverMode, Spared, Whose
+from mpsd.base.model import ExceptionOwner, FailoverMode, Reclaimable, ReplayMode
+from mpsd.failover import messages
+from mpsd.failover.messages import Kind, Message, WireError, pack, unpack
 
 HEADER = Path(__file__).resolve().parents[2] / "clients" / "libcuda" / "src" / "failoverwire.h"
 U64 = st.integers(0, 2**64 - 1)
@@ -29,9 +29,9 @@ MESSAGES = st.builds(
     st.sampled_from(Kind),
     st.sampled_from(FailoverMode),
     U64,
-    st.tuples(*[U64] * wire.VALUES),
-    words(wire.PATH_ROOM),
-    words(wire.TEXT_ROOM),
+    st.tuples(*[U64] * messages.VALUES),
+    words(messages.PATH_ROOM),
+    words(messages.TEXT_ROOM),
 )
 
 
@@ -57,38 +57,42 @@ def test_bytes_are_a_message_or_an_error(data: bytes) -> None:
 def test_a_long_text_is_cut_between_characters_and_a_long_path_refused() -> None:
     message = unpack(pack(Message(Kind.STAYED, text="\u20ac" * 100)))
     assert message.text == "\u20ac" * 42
-    with pytest.raises(ValueError, match="no room"):
-        pack(Message(Kind.STANDBY, path="/" + "x" * wire.PATH_ROOM))
+    with pytest.raises(ValueError, match="too long"):
+        pack(Message(Kind.STANDBY, path="/" + "x" * messages.PATH_ROOM))
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_the_compiler_lays_it_out_the_same(tmp_path: Path) -> None:
     body = "".join(
         f'printf("%zu %zu\\n", offsetof(struct mpsd_failover_message, {f}), sizeof(m.{f}));'
-        for f in wire.FIELDS
+        for f in messages.FIELDS
     )
     source = tmp_path / "layout.c"
     source.write_text(
         f'#include <stddef.h>\n#include <stdio.h>\n#include "{HEADER}"\n'
-        f"int main(void) {{ struct mpsd_failover_message m; {body} return sizeof(m) != {wire.LAYOUT.size}; }}"
+        f"int main(void) {{ struct mpsd_failover_message m; {body} "
+        f"return sizeof(m) != {messages.LAYOUT.size}; }}"
     )
     program = tmp_path / "layout"
     subprocess.run(["gcc", "-o", program, source], check=True, timeout=30)
     said = subprocess.run([program], check=True, capture_output=True, text=True, timeout=30).stdout
     found = [tuple(map(int, line.split())) for line in said.splitlines()]
-    sizes = [4, 2, 2, 4, 4, 8, 8 * wire.VALUES, wire.PATH_ROOM, wire.TEXT_ROOM]
+    sizes = [4, 2, 2, 4, 4, 8, 8 * messages.VALUES, messages.PATH_ROOM, messages.TEXT_ROOM]
     assert found == [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def test_the_header_s_constants_are_these() -> None:
     text = HEADER.read_text()
     numbers = {name: int(value, 0) for name, value in re.findall(r"MPSD_FAILOVER_(\w+) = (\d+),", text)}
-    modes = {mode.name: number for number, mode in enumerate(wire.MODES)}
-    spared = {f"SPARED_{name}": value for name, value in Spared.__members__.items()}
-    whose = {f"WHOSE_{name}": value for name, value in Whose.__members__.items()}
-    assert numbers == {**Kind.__members__, **modes, **Again.__members__, **spared, **whose}
+    modes = {mode.name: number for number, mode in enumerate(messages.MODES)}
+    spared = {f"SPARED_{name}": value for name, value in Reclaimable.__members__.items()}
+    whose = {f"WHOSE_{name}": value for name, value in ExceptionOwner.__members__.items()}
+    assert numbers == {**Kind.__members__, **modes, **ReplayMode.__members__, **spared, **whose}
     defined = dict(re.findall(r"#define MPSD_FAILOVER_(\w+) (\w+)", text))
-    assert (int(defined["MAGIC"].rstrip("u"), 0), int(defined["VERSION"])) == (wire.MAGIC, wire.VERSION)
+    assert (int(defined["MAGIC"].rstrip("u"), 0), int(defined["VERSION"])) == (
+        messages.MAGIC,
+        messages.VERSION,
+    )
     rooms = tuple(int(defined[name]) for name in ("PATH_ROOM", "TEXT_ROOM", "VALUES"))
-    assert rooms == (wire.PATH_ROOM, wire.TEXT_ROOM, wire.VALUES)
-    assert (int(defined["TAKES_FENCED"]), int(defined["GIVES"])) == (wire.TAKES_FENCED, wire.GIVES)
+    assert rooms == (messages.PATH_ROOM, messages.TEXT_ROOM, messages.VALUES)
+    assert (int(defined["TAKES_FENCED"]), int(defined["GIVES"])) == (messages.TAKES_FENCED, messages.GIVES)

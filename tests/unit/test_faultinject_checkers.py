@@ -1,4 +1,4 @@
-"""The laws: each row is one thing that could be seen and what must be said about it."""
+"""The laws: each row is one possible observation and the verdict that it must get."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faultinject import kinds
-from faultinject.checkers import check, verdict
-from faultinject.faults import REGISTRY, Fault, by_name
-from faultinject.observation import NewcomerSeen, Observation, RecordSeen, SurvivorSeen
-from faultinject.verdict import Finding, Verdict, merge
+from faultinject.registry import kinds
+from faultinject.registry.checkers import check, verdict
+from faultinject.registry.faults import REGISTRY, Fault, by_name
+from faultinject.registry.observation import (
+    NewcomerSeen,
+    Observation,
+    RecordSeen,
+    SurvivorSeen,
+)
+from faultinject.registry.verdicts import Finding, Verdict, merge
 
 OFFENDER, INNOCENT = (100, 5), (101, 6)
 
@@ -63,7 +68,7 @@ def newcomer(**changes: Any) -> NewcomerSeen:
 
 
 def seen(**changes: Any) -> Observation:
-    """A run in mode mpsd in which nothing went wrong and nobody was to be named."""
+    """A run in mode mpsd in which nothing went wrong and no client was to be named."""
     base = Observation(
         mode="mpsd",
         survivors=tuple(survivor(pid) for pid in (101, 102, 103)),
@@ -100,11 +105,11 @@ def test_stray_store_as_it_should_be_is_valid() -> None:
     [
         ("store", {"records": ()}, "recorded", Verdict.INVALID),
         ("store", {"records": (record("mmu-null"),)}, "class right", Verdict.INVALID),
-        ("store", {"records": (record("mmu-invalid-address", INNOCENT),)}, "nobody named wrongly", "invalid"),
+        ("store", {"records": (record("mmu-invalid-address", INNOCENT),)}, "no innocent named", "invalid"),
         (
             "store",
             {"records": (record("mmu-invalid-address", (100, 4)),)},
-            "nobody named wrongly",
+            "no innocent named",
             Verdict.INVALID,
         ),
         ("store", {"records": (record("mmu-invalid-address", None),)}, "offender named", Verdict.INVALID),
@@ -146,19 +151,19 @@ def test_what_goes_wrong_with_a_stray_store(
         (
             "other_domain",
             {"records": (record("unattributed-xid", INNOCENT),)},
-            "nobody named wrongly",
+            "no innocent named",
             "invalid",
         ),
-        ("server_death", {"records": (record("server-death"),)}, "nobody named wrongly", Verdict.INVALID),
+        ("server_death", {"records": (record("server-death"),)}, "no innocent named", Verdict.INVALID),
         ("mpsd_death", {"readopted": False}, "readopted", Verdict.INVALID),
         ("endless@free", {"evict_asked": 10.1, "evicted_at": None}, "eviction done", Verdict.INVALID),
         ("endless@free", {"evict_asked": 10.1, "evicted_at": 10.0}, "eviction done", Verdict.UNKNOWN),
-        ("pid_reuse", {"innocent_alive": False}, "stranger spared", Verdict.INVALID),
-        ("pid_reuse", {"innocent_alive": True}, "stranger spared", Verdict.INVALID),
+        ("pid_reuse", {"innocent_alive": False}, "other process unharmed", Verdict.INVALID),
+        ("pid_reuse", {"innocent_alive": True}, "other process unharmed", Verdict.INVALID),
         (
             "pid_reuse",
             {"innocent_alive": True, "answers": ({"op": "kill", "ok": False},)},
-            "stranger spared",
+            "other process unharmed",
             Verdict.VALID,
         ),
         ("churn", {"crowd": {"wrong": 1, "failed": 0}}, "crowd right", Verdict.INVALID),
@@ -167,7 +172,7 @@ def test_what_goes_wrong_with_a_stray_store(
         (
             "guard_low",
             {"guard_on": True, "records": (record("mmu-invalid-address"),)},
-            "nobody named wrongly",
+            "no innocent named",
             "invalid",
         ),
         ("guard_low", {"guard_on": False}, "recorded", Verdict.INVALID),

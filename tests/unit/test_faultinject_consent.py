@@ -1,4 +1,4 @@
-"""No fault goes into a GPU that somebody uses, or that nobody offered."""
+"""No fault is injected into a GPU that is in use, or that was not offered."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
-from faultinject import consent
 from faultinject.__main__ import main
-from mpsd.errors import BusyError, DeniedError, UsageError
-from mpsd.model import GpuProcess
+from faultinject.rig import consent
+from mpsd.base.errors import BusyError, DeniedError, UsageError
+from mpsd.base.model import GpuProcess
 from tests.support.devices import OneGpu
 
 
@@ -62,7 +62,7 @@ def test_yes_goes_ahead_and_still_shows_who_is_there() -> None:
 
 
 def test_an_idle_gpu_needs_a_word() -> None:
-    with pytest.raises(UsageError, match="nobody is at a terminal"):
+    with pytest.raises(UsageError, match="there is no terminal to ask on"):
         consent.require(Machine(), yes=False, ask=None, tell=lambda line: None)
     for no in ("", "n\n", "\n", "what\n"):
         with pytest.raises(DeniedError, match="no fault was injected"):
@@ -75,6 +75,6 @@ def test_the_demo_asks_before_it_touches_a_real_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("mpsd.gpu.nvidia.nvml.Nvml", lambda: Machine(os.getpid()))
-    monkeypatch.setattr("faultinject.demo.Matrix", None)
+    monkeypatch.setattr("faultinject.campaigns.demo.Matrix", None)
     assert main(["demo", "--backend", "nvidia"]) == 1
     assert "1 process uses" in capsys.readouterr().err

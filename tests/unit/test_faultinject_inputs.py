@@ -1,4 +1,4 @@
-"""What mpsd-faultinject and its helpers say to somebody who mistypes: one line and a status, no traceback."""
+"""Input errors of mpsd-faultinject and its helpers: one line and a status, no traceback."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from faultinject import __main__ as command
-from faultinject.programs.device import NO_DEVICE, DeviceError, open_device
+from faultinject.programs.devices.base import NO_DEVICE, DeviceError, open_device
 from tests.support.site import DEADLINE_S, ROOT
 
-PROGRAMS = ("both", "crowd", "filler", "holder", "idlers", "managed", "memory_end", "survivor", "turns")
+PROGRAMS = ("twogpus", "crowd", "filler", "holder", "idlers", "managed", "memory_end", "survivor", "standby")
 
 
 def ended(*words: str, **environ: str) -> tuple[int, str]:
-    """Exit status and stderr of a module."""
+    """Return the exit status and stderr of a module."""
     done = subprocess.run(
         [sys.executable, "-m", *words],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path), **environ},
@@ -49,7 +49,7 @@ def test_idlers_refuse_a_number_of_clients_that_cannot_be(count: str) -> None:
 def test_idlers_that_get_no_context_say_why(tmp_path: Path) -> None:
     status, said = ended("faultinject.programs.idlers", "--backend", "simulated", MPSD_SIM_DIR=str(tmp_path))
     assert status == 1
-    assert said.startswith("idlers: nobody got a context: ") and len(said.splitlines()) == 1
+    assert said.startswith("idlers: no client got a context: ") and len(said.splitlines()) == 1
     assert str(tmp_path) in said and "mpsd-ctl env" in said
 
 
@@ -60,7 +60,7 @@ def test_a_backend_without_its_driver_is_an_answer_of_the_driver(
     def absent(backend: str) -> None:
         raise error
 
-    monkeypatch.setattr("faultinject.programs.device._opened", absent)
+    monkeypatch.setattr("faultinject.programs.devices.base._opened", absent)
     with pytest.raises(DeviceError, match=f"nvidia cannot be opened here: {error}") as told:
         open_device("nvidia")
     assert told.value.code == NO_DEVICE
@@ -72,7 +72,7 @@ def test_a_backend_without_its_driver_is_an_answer_of_the_driver(
         (["run", "--backend", "simulated", "--libcuda", "/nonexistent"], "--libcuda /nonexistent: there is"),
         (["run", "--backend", "simulated", "--driver", "/nonexistent"], "--driver /nonexistent: there is"),
         (["sweep", "--from", "5", "--to", "2"], "--to 2 is before --from 5"),
-        (["check", sys.executable], "is no history: it is not text"),
+        (["check", sys.executable], " is not JSON: "),
     ],
 )
 def test_bad_input_is_told_in_one_line(
@@ -111,5 +111,5 @@ def test_who_looks_for_the_simulated_gpu_in_the_wrong_place_is_told_of_dir(tmp_p
 def test_measure_refuses_what_it_cannot_do_before_it_looks_for_a_gpu(
     tmp_path: Path, words: list[str]
 ) -> None:
-    status, said = ended("faultinject.measure", "--out", str(tmp_path), *words)
+    status, said = ended("faultinject.campaigns.measure", "--out", str(tmp_path), *words)
     assert (status, "error: --" in said) == (2, True)

@@ -1,19 +1,20 @@
-"""A survivor must notice every way in which a result can be wrong; a stray address must be the kind's."""
+"""A survivor notices every wrong result; the address of a stray access must fit the kind of fault."""
 
 from __future__ import annotations
 
 import signal
 from array import array
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from faultinject.programs import crowd
-from faultinject.programs.misdeeds import deed_of
-from faultinject.programs.stray import stray_address
-from faultinject.programs.survivor import MASK, Computation, Tally, advanced, pattern
-from mpsd.errors import UsageError
+from faultinject.programs import crowd, workloads
+from faultinject.programs.injection.addresses import target_address
+from faultinject.programs.injection.inject import action_of
+from faultinject.programs.survivor import MASK, Computation, Tally, next_content, pattern
+from mpsd.base.errors import UsageError
 
 
 class Memory:
@@ -39,7 +40,7 @@ class Memory:
     def increment(self, address: int, words: int) -> None:
         self.launches += 1
         held = array("I", bytes(self.buffers[address]))
-        self.buffers[address][:] = advanced(held).tobytes()
+        self.buffers[address][:] = next_content(held).tobytes()
         self._spoil(self, self.launches)
 
     def busy(self, seconds: float, *, fill: bool = False) -> None: ...
@@ -114,7 +115,7 @@ def test_patterns_of_different_seeds_differ_everywhere() -> None:
     ("kind", "name"), [("guard_heap", "[heap]"), ("guard_stack", "[stack]"), ("guard_file", ".so")]
 )
 def test_stray_addresses_lie_in_a_mapping_of_their_class(kind: str, name: str) -> None:
-    address = stray_address(kind)
+    address = target_address(kind)
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(x, 16) for x in line.split()[0].split("-"))
         if start <= address < end:
@@ -125,14 +126,14 @@ def test_stray_addresses_lie_in_a_mapping_of_their_class(kind: str, name: str) -
 
 
 def test_other_kinds_have_no_stray_address() -> None:
-    assert stray_address("store") == 0
-    assert 64 << 10 <= stray_address("guard_low") < 8 << 30
+    assert target_address("store") == 0
+    assert 64 << 10 <= target_address("guard_low") < 8 << 30
 
 
 def test_circumstances_have_a_deed_and_parts_have_none() -> None:
-    assert deed_of("full_log_disk") == "sigkill_running"
-    assert deed_of("server_death") is None
-    assert deed_of("churn") is None
+    assert action_of("full_log_disk") == "sigkill_running"
+    assert action_of("server_death") is None
+    assert action_of("churn") is None
 
 
 def test_the_census_tells_orderly_ends_from_failures() -> None:
@@ -144,7 +145,12 @@ def test_the_census_tells_orderly_ends_from_failures() -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    from faultinject.programs.device import open_device
+    from faultinject.programs.devices.base import open_device
 
     with pytest.raises(UsageError, match="there is no backend"):
         open_device("cuda")
+
+
+def test_every_workload_has_a_module() -> None:
+    for name in workloads.NAMES:
+        assert find_spec(workloads.module_of(name)), name

@@ -1,15 +1,23 @@
-"""The registry covers the vocabulary and the taxonomy, and every fault of it can be told to do something."""
+"""The registry covers the vocabulary and the taxonomy, and each of its faults can be run."""
 
 from __future__ import annotations
 
 import pytest
 
-from faultinject import kinds
-from faultinject.faults import REGISTRY, Fault, Naming, Recording, Story, by_name, select
-from faultinject.programs.misdeeds import deed_of
-from faultinject.scenarios import STORIES
-from mpsd.core import taxonomy
-from mpsd.errors import UsageError
+from faultinject.programs.injection.inject import action_of
+from faultinject.registry import kinds
+from faultinject.registry.faults import (
+    REGISTRY,
+    Fault,
+    Naming,
+    Recording,
+    Story,
+    by_name,
+    select,
+)
+from faultinject.rig.scenarios import STORIES
+from mpsd.base.errors import UsageError
+from mpsd.core.faults import taxonomy
 
 
 def test_every_kind_of_the_vocabulary_is_registered_and_no_other() -> None:
@@ -34,7 +42,7 @@ def test_every_fault_can_be_played(fault: Fault) -> None:
     assert set(fault.modes) <= set(kinds.MODES)
     assert set(fault.survive) == set(kinds.MODES)
     acts = fault.story not in (Story.PART_DIES, Story.CHURN)
-    assert (deed_of(fault.kind) is not None) == acts
+    assert (action_of(fault.kind) is not None) == acts
 
 
 @pytest.mark.parametrize("fault", REGISTRY, ids=lambda f: f.name)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.errors import StoreError
-from mpsd.fdset import close_all, whole_sets
-from mpsd.fdstore import SystemdStore, open_store
-from mpsd.keeperstore import KeeperStore
-from mpsd.linux.samefile import same_file
-from mpsd.notify import Channel, Notifier
+from mpsd.base.errors import StoreError
+from mpsd.fdstore.fdset import close_all, whole_sets
+from mpsd.fdstore.keeperstore import KeeperStore
+from mpsd.fdstore.notify import Channel, Notifier
+from mpsd.fdstore.store import SystemdStore, open_store
+from mpsd.os.samefile import same_file
 from tests.support.descriptors import open_descriptors
 from tests.support.manager import DEADLINE_S, Manager
 
@@ -30,11 +30,11 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[Path]:
-    """A run directory whose keeper, if the test made one, is ended."""
+    """A run directory. If the test started a keeper, it is ended afterwards."""
     directory = tmp_path / "run"
     directory.mkdir()
     yield directory
-    with contextlib.suppress(StoreError):  # None, or one that is just ending.
+    with contextlib.suppress(StoreError):  # There is no keeper, or it is just ending.
         KeeperStore.open(directory, start=False).end()
 
 
@@ -76,7 +76,7 @@ def test_systemd_store_knows_its_limit_because_the_manager_is_silent(
 def test_systemd_store_reports_a_manager_that_does_not_answer(
     manager: Manager, files: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mpsd.fdstore.ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("mpsd.fdstore.store.ANSWER_TIMEOUT_S", 0.05)
     manager.answering = False
     store = SystemdStore(Channel(manager.address), {}, 3)
     with pytest.raises(StoreError, match="the service manager does not hold descriptors"):
@@ -90,7 +90,7 @@ def test_systemd_store_reports_a_manager_that_does_not_answer(
 
 
 def taken_over(manager: Manager, limit: int = 64) -> SystemdStore:
-    """The store of the next daemon, over what the manager kept."""
+    """Return the store of the next daemon, over what the manager kept."""
     passed: dict[str, list[int]] = {}
     for name, fd in manager.stored:
         passed.setdefault(name, []).append(os.dup(fd))
@@ -135,7 +135,7 @@ def test_sets_of_the_first_form_come_back_and_their_labels_can_be_removed(
 ) -> None:
     before = open_descriptors()
     channel = Channel(manager.address)
-    # The memory map that a second address space shares was kept for the first one only.
+    # The memory map that a second address space shares was kept for the first space only.
     labels = ["lease.d1.7.8.0#0/2", "lease.d1.7.8.0#1/2", "lease.d1.7.8.1#1/2"]
     for label, fd in zip(labels, files, strict=True):
         channel.send(f"FDSTORE=1\nFDPOLL=0\nFDNAME={label}", [fd])
@@ -163,7 +163,7 @@ def test_what_a_death_within_put_or_remove_left_is_cleared(manager: Manager, fil
     store.put("whole", files[:1])
     store.put("half", files[1:2])
     store.close()
-    # The file of one set has gone, another file has no set; the socket is not the store's.
+    # The file of one set is missing, another file has no set; the socket does not belong to the store.
     channel.send("FDSTOREREMOVE=1\nFDNAME=file.2#file")
     for label, fd in (("file.7#file", files[2]), ("socket", files[1])):
         channel.send(f"FDSTORE=1\nFDPOLL=0\nFDNAME={label}", [fd])
@@ -182,8 +182,8 @@ def test_what_a_death_within_put_or_remove_left_is_cleared(manager: Manager, fil
 
 SERVICE = """
 import json, os, signal, sys
-from mpsd.fdstore import open_store
-from mpsd.notify import Notifier
+from mpsd.fdstore.store import open_store
+from mpsd.fdstore.notify import Notifier
 notifier = Notifier.from_environ(os.environ)
 store = open_store("auto", sys.argv[1], 64, os.environ, notifier)
 found = {name: [os.read(fd, 100).decode() for fd in fds] for name, fds in store.fetch_all().items()}
@@ -235,11 +235,14 @@ def test_what_a_keeper_holds_moves_to_the_manager(manager: Manager, run_dir: Pat
 
 
 def open_both(manager: Manager, run_dir: Path, out: Path, limit: int) -> None:
-    """As a service of the manager, which has six: kind, names and descriptors of what is found, in `out`."""
+    """Open a store as a service of a manager with six descriptors.
+
+    Write the kind, names and descriptors of what it finds to `out`.
+    """
     code = f"""
 import json, os
-from mpsd.fdstore import open_store
-from mpsd.notify import Notifier
+from mpsd.fdstore.store import open_store
+from mpsd.fdstore.notify import Notifier
 os.environ["FDSTORE"] = "6"
 store = open_store("auto", {str(run_dir)!r}, {limit}, os.environ, Notifier.from_environ(os.environ))
 opened = len(os.listdir("/proc/self/fd"))
@@ -254,7 +257,7 @@ open({str(out)!r}, "w").write(json.dumps([store.kind, sorted(found), opened]))
 def test_what_a_keeper_holds_and_the_manager_has_no_room_for_stays(
     manager: Manager, run_dir: Path, files: list[int]
 ) -> None:
-    """What the manager held comes to it: all of it is found, in one place."""
+    """The manager's descriptors move to the keeper: all of them are found, in one place."""
     old = KeeperStore.open(run_dir)
     for number, fd in enumerate(files):
         old.put(f"lease {number}", [fd])
@@ -301,8 +304,8 @@ def test_what_the_manager_holds_moves_to_a_keeper(manager: Manager, run_dir: Pat
     out = run_dir / "out"
     code = f"""
 import os
-from mpsd.fdstore import open_store
-from mpsd.notify import Notifier
+from mpsd.fdstore.store import open_store
+from mpsd.fdstore.notify import Notifier
 store = open_store("keeper", {str(run_dir)!r}, 64, os.environ, Notifier.from_environ(os.environ))
 open({str(out)!r}, "w").write(store.kind + " " + " ".join(store.fetch_all()))
 """
@@ -313,7 +316,7 @@ open({str(out)!r}, "w").write(store.kind + " " + " ".join(store.fetch_all()))
 
 
 def test_systemd_wished_for_where_there_is_none(run_dir: Path) -> None:
-    with pytest.raises(StoreError, match="no service manager is there"):
+    with pytest.raises(StoreError, match="there is no service manager"):
         open_store("systemd", run_dir, 64, {}, Notifier(None))
 
 

@@ -1,4 +1,4 @@
-"""When a GPU is looked at for free memory, and what is said of it then."""
+"""When mpsd looks at a GPU for free memory, and what it does then."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import Any
 
 import pytest
 
-from mpsd import freememory
+from mpsd.base.conditions import Code, Condition
+from mpsd.base.errors import GpuError
+from mpsd.base.model import Gpu
 from mpsd.core import events as ev
-from mpsd.core import memberevents as mev
-from mpsd.errors import GpuError
-from mpsd.freememory import FreeMemory
-from mpsd.model import Gpu
+from mpsd.core.failover import reports as mev
+from mpsd.daemon import freememory
+from mpsd.daemon.freememory import FreeMemory
 from tests.support.core import GPU, process
 from tests.unit.test_core_failover import Site
-from tests.unit.test_core_giving import ANOTHER, MIB, crowd, silent
+from tests.unit.test_core_memory_requests import ANOTHER, MIB, crowd, silent
 
 TOTAL = 1000 * MIB
 
 
 class Devices:
-    """`used`: bytes of the GPU, or what goes wrong; each look is one more of `looks`."""
+    """`used`: bytes of the GPU in use, or the error to raise; `looks` counts the calls."""
 
     def __init__(self, used: int | Exception) -> None:
         self.used, self.looks = used, 0
@@ -34,24 +35,25 @@ class Devices:
         return self.used
 
 
-def look(world: Site, devices: Any, limit: int = 20 * MIB) -> None:
-    """One round of it, with what comes of it."""
+def look(world: Site, devices: Any, limit: int = 20 * MIB) -> list[Condition]:
+    """Run one look, with its consequences. Return the conditions that it found."""
     gpu = Gpu(0, GPU, "a GPU", "0000:01:00.0", TOTAL)
     memory = FreeMemory(
         devices, [gpu], limit, lambda: world.state, lambda event: answer(world, devices, event)
     )
 
     async def scenario() -> None:
-        memory.look_around()
-        memory.look_around()
+        memory.check_all()
+        memory.check_all()
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
         memory.close()
 
     asyncio.run(scenario())
+    return memory.conditions()
 
 
 def answer(world: Site, devices: Devices, event: ev.Event) -> None:
-    """Who is asked gives what it has."""
+    """Let the first client of a request release what it has."""
     assert event == ev.GpuFull(GPU)
     world.do(event)
     for effect in world.last:
@@ -80,7 +82,7 @@ def test_nobody_asks_the_driver_where_all_can_ask_for_themselves() -> None:
 
 @pytest.mark.parametrize(("left", "gone"), [(30, 0), (20, 0), (19, 1), (10, 1), (8, 2), (0, 2)])
 def test_standbys_go_until_enough_is_free(left: int, gone: int) -> None:
-    """Of 11 MiB, and then of 10: 20 are to be free."""
+    """The standby contexts hold 11 and 10 MiB and go in that order; 20 MiB are to be free."""
     world = crowd(10, 11)
     silent(world)
     look(world, Devices(TOTAL - left * MIB))
@@ -102,6 +104,6 @@ def test_no_more_than_a_fortieth_is_kept_free(limit: int, gone: int) -> None:
 def test_what_the_driver_does_not_say_costs_nobody_anything() -> None:
     world, devices = crowd(10), Devices(GpuError("NVML is gone"))
     silent(world)
-    look(world, devices)
+    assert look(world, devices) == [Condition(Code.MEMORY_NOT_READ, GPU, "NVML is gone")]
     assert (devices.looks, yielded(world)) == (1, 0)
     assert process(10) in world.state.members

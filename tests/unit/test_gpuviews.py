@@ -1,4 +1,4 @@
-"""What status shows of the GPUs is there in time, whatever a process on them, or NVML, does."""
+"""Status shows the GPUs in time, even if a process on them, or NVML, hangs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from mpsd import gpuviews, procs
-from mpsd.gpuviews import GpuViews
-from mpsd.model import GpuProcess, ProcessFacts
+from mpsd.api import gpuviews
+from mpsd.api.gpuviews import GpuViews
+from mpsd.base.model import GpuProcess, ProcessFacts
+from mpsd.os import processes as procs
 from tests.support.devices import GPU, OneGpu
+
+RUN = "/run/mpsd"
 
 
 class Devices(OneGpu):
@@ -47,15 +50,15 @@ def test_a_process_whose_command_line_cannot_be_read_holds_up_neither_loop_nor_a
 
     async def run() -> None:
         pids = (os.getpid(), os.getppid(), (1 << 22) + 1, 1)
-        views = GpuViews(Devices(*(GpuProcess(p, 1, p == 1) for p in pids)), [GPU], lambda: ())
+        views = GpuViews(Devices(*(GpuProcess(p, 1, p == 1) for p in pids)), [GPU], lambda: (), RUN)
         for _ in range(2):
             (view,) = await views.now()
-            assert set(view.strangers) == {os.getpid(), os.getppid()}
-            assert view.strangers[os.getpid()].command == "[not readable in time]"
-            assert view.strangers[os.getppid()].command == real(os.getppid()).command
-            if views._looking is not None:
-                await views._looking
-        # The second time nothing was tried again while the first hangs.
+            assert set(view.other_processes) == {os.getpid(), os.getppid()}
+            assert view.other_processes[os.getpid()].command == "[not readable in time]"
+            assert view.other_processes[os.getppid()].command == real(os.getppid()).command
+            if views._probing is not None:
+                await views._probing
+        # The second round did not probe again while the first probe hung.
         assert looked.count(os.getpid()) == 1
         free.set()
         views.close()
@@ -66,24 +69,24 @@ def test_a_process_whose_command_line_cannot_be_read_holds_up_neither_loop_nor_a
 def test_nvml_that_hangs_is_waited_for_once_and_then_the_last_answer_is_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpuviews, "FIRST_PATIENCE_S", 0.01)
+    monkeypatch.setattr(gpuviews, "FIRST_REPLY_WAIT_S", 0.01)
 
     async def run() -> None:
         devices = Devices(GpuProcess(os.getpid(), 1, False))
         devices.answers.clear()
-        views = GpuViews(devices, [GPU], lambda: {os.getpid()})
+        views = GpuViews(devices, [GPU], lambda: {os.getpid()}, RUN)
         (view,) = await views.now()
         assert view.problem == "NVML has not answered yet"
         devices.answers.set()
-        assert views._looking is not None
-        await views._looking
+        assert views._probing is not None
+        await views._probing
         (view,) = await views.now()
-        assert not view.problem and not view.strangers
+        assert not view.problem and not view.other_processes
         devices.answers.clear()
         assert await views.now() == [view]
         devices.answers.set()
-        assert views._looking is not None
-        await views._looking
+        assert views._probing is not None
+        await views._probing
         views.close()
 
     asyncio.run(run())

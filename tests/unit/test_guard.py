@@ -1,4 +1,4 @@
-"""Laying the guard around a client whose address space does as the test says."""
+"""Laying the guard around a client with a scripted address space."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from typing import Any
 
 import pytest
 
-from mpsd import procs
+from mpsd.base.errors import GpuError
+from mpsd.base.model import ClientId, GuardClass
+from mpsd.clients.guard import Guards
+from mpsd.clients.guardnotes import GuardNotes
+from mpsd.clients.guardplan import GRANULE, Range
 from mpsd.core import events as ev
-from mpsd.errors import GpuError
 from mpsd.gpu.base import Tracker
-from mpsd.guard import Guards
-from mpsd.guardnotes import GuardNotes
-from mpsd.guardplan import GRANULE, Range
-from mpsd.linux import procfs
-from mpsd.model import ClientId, GuardClass
+from mpsd.os import processes, procfs
 
 STALE = Range(3 << 40, GRANULE, GuardClass.LOW)
 NEVER_LAID = Range(4 << 40, GRANULE, GuardClass.LOW)
 
 
 class Space:
-    """Refuses overlaps of the same base, and to take away what is not there."""
+    """An address space that refuses overlaps of the same base, and to unmap a range that is not mapped."""
 
     fds: Mapping[str, int] = {}
 
@@ -49,12 +48,12 @@ class Space:
 
 
 def followed(kinds: set[GuardClass], space: Space, notes: GuardNotes) -> tuple[list[str], list[ev.Event]]:
-    """What is shown of this process as a client, once its guard has been looked after."""
+    """Return what is shown of this process as a client after one round of its guard, and the events."""
 
     async def run() -> tuple[list[str], list[ev.Event]]:
         said: list[ev.Event] = []
         guards = Guards(kinds, 1024, 0.01, said.append)
-        client = ClientId("d1", procs.facts(os.getpid()).instance, 0)
+        client = ClientId("d1", processes.facts(os.getpid()).instance, 0)
         guards.add(client, space, ["GPU-0"], notes, os.getuid())
         follower = asyncio.create_task(guards.follow())
         async with asyncio.timeout(10):
@@ -70,10 +69,10 @@ def followed(kinds: set[GuardClass], space: Space, notes: GuardNotes) -> tuple[l
 
 
 def test_a_range_may_be_laid_while_a_client_is_shown() -> None:
-    """By its thread, which the loop does not wait for."""
+    """The client's thread lays the range, and the loop does not wait for it."""
 
     class Beside:
-        """Where it is asked how long it is, another one has just been laid."""
+        """A range that adds another laid range when its length is read."""
 
         kind = GuardClass.LOW
 
@@ -87,7 +86,7 @@ def test_a_range_may_be_laid_while_a_client_is_shown() -> None:
 
     async def run() -> None:
         guards = Guards({GuardClass.LOW}, 1024, 0.01, lambda _: None)
-        client = ClientId("d1", procs.facts(os.getpid()).instance, 0)
+        client = ClientId("d1", processes.facts(os.getpid()).instance, 0)
         guards.add(client, Space(), ["GPU-0"], GuardNotes.create(), os.getuid())
         laid: set[Any] = guards._guarded[client].laid
         laid.update((Beside(laid), Beside(laid)))
@@ -99,7 +98,7 @@ def test_a_range_may_be_laid_while_a_client_is_shown() -> None:
 
 
 def inherited(space: Space) -> GuardNotes:
-    """Notes of a daemon that died after it had noted one range and before it laid it."""
+    """Return the notes of a daemon that died after it had noted one range and before it laid it."""
     notes = GuardNotes.create()
     for noted in (STALE, NEVER_LAID):
         notes.add(noted)
@@ -149,8 +148,8 @@ def test_a_client_whose_mappings_cannot_be_read_holds_up_no_other(monkeypatch: p
 
     async def run() -> None:
         guards = Guards({GuardClass.LOW}, 1024, 0.01, lambda event: None)
-        hung = ClientId("d1", procs.facts(os.getppid()).instance, 0)
-        me = ClientId("d1", procs.facts(os.getpid()).instance, 0)
+        hung = ClientId("d1", processes.facts(os.getppid()).instance, 0)
+        me = ClientId("d1", processes.facts(os.getpid()).instance, 0)
         notes = [GuardNotes.create(), GuardNotes.create()]
         for client, own in zip((hung, me), notes, strict=True):
             guards.add(client, Space(), ["GPU-0"], own, 7)

@@ -1,4 +1,4 @@
-"""Notes of guard ranges: whoever holds the memory file next finds what may be laid."""
+"""Notes of guard ranges: the next holder of the memory file finds which ranges may be laid."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.guardnotes import GuardNotes
-from mpsd.guardplan import GRANULE, Range
-from mpsd.model import GuardClass
+from mpsd.base.model import GuardClass
+from mpsd.clients.guardnotes import GuardNotes
+from mpsd.clients.guardplan import GRANULE, Range
 
 RANGES = st.builds(
     Range,

@@ -7,9 +7,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.guardplan import GRANULE, LOW_END, LOW_MARGIN, LOW_START, PIECE, Range, plan
-from mpsd.linux.procfs import MemoryMap
-from mpsd.model import GuardClass
+from mpsd.base.model import GuardClass
+from mpsd.clients.guardplan import GRANULE, LOW_END, LOW_MARGIN, LOW_START, MAX_RANGE, Range, plan
+from mpsd.os.procfs import MemoryMap
 
 EVERYTHING = frozenset(GuardClass)
 PATHS = ["", "[heap]", "/a", "/dev/x"]
@@ -20,7 +20,7 @@ def row(start: int, end: int, path: str = "", permissions: str = "rw-p") -> Memo
 
 
 def covered(ranges: tuple[Range, ...]) -> list[tuple[int, int]]:
-    """[start, end) of everything covered, adjoining pieces joined."""
+    """Return [start, end) of everything covered, adjoining ranges joined."""
     joined: list[tuple[int, int]] = []
     for found in ranges:
         if joined and joined[-1][1] == found.base:
@@ -35,7 +35,7 @@ def test_empty_low_range_is_one_hole() -> None:
 
 
 def test_ranges_are_short() -> None:
-    assert max(r.length for r in plan([], {GuardClass.LOW}, 100)) == PIECE
+    assert max(r.length for r in plan([], {GuardClass.LOW}, 100)) == MAX_RANGE
 
 
 def test_a_non_pie_program_keeps_its_surroundings() -> None:

@@ -1,4 +1,4 @@
-"""The desk of the kernel part: what of its records reaches core, and what is said when it is lost."""
+"""Kernel isolation in the daemon: which records reach core, and the report when the module is lost."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from mpsd.core import events as ev
-from mpsd.errors import GpuError
-from mpsd.gpu.base import IsolationState, NoIsolation
-from mpsd.isolation import DEADLINES_LEFT, EARLY_KEPT, IsolationDesk
-from mpsd.model import (
+from mpsd.base.conditions import Code, Condition
+from mpsd.base.errors import GpuError
+from mpsd.base.model import (
     Access,
     IsolationMode,
     KernelAction,
@@ -24,6 +22,10 @@ from mpsd.model import (
     UvmFaultType,
     UvmReason,
 )
+from mpsd.clients.isolation import DEADLINES_LEFT, EARLY_KEPT, KernelIsolation
+from mpsd.core import events as ev
+from mpsd.gpu.base import IsolationState, NoIsolation
+from tests.support.conditioning import texts
 
 ME = ProcessInstance(os.getpid(), 1)
 FRESH_S = 5.0
@@ -40,7 +42,7 @@ def fault(action: KernelAction = KernelAction.SUNK, seq: int = 1, age_s: float =
 
 @dataclass
 class Door:
-    """A kernel part of the test's own: readable while `records` are there, or while it is `broken`."""
+    """A fake isolation device: readable while there are `records`, or while it is `broken`."""
 
     records: list[KernelFault] = field(default_factory=list)
     mode: IsolationMode = IsolationMode.REPORT
@@ -85,7 +87,7 @@ class Door:
 
 
 class Place:
-    """A desk on a loop, what it posted, and whether its clients are leased."""
+    """A KernelIsolation on a loop, what it posted, and whether its clients are leased."""
 
     def __init__(
         self, door: Door | None, wanted: IsolationMode = IsolationMode.ISOLATE, *, known: bool = True
@@ -93,7 +95,7 @@ class Place:
         self.posted: list[ev.Event] = []
         self.leased = True
         self.door = door
-        self.desk = IsolationDesk(
+        self.isolation = KernelIsolation(
             door,
             NoIsolation("the stock one", known=known),
             wanted,
@@ -105,7 +107,7 @@ class Place:
         )
 
     async def heard(self, many: int) -> list[KernelFault]:
-        """The records that core heard of, once they are so many."""
+        """Return the records that reached core, once there are this many."""
         async with asyncio.timeout(10):
             while len(self.seen) < many:
                 await asyncio.sleep(0)
@@ -121,16 +123,16 @@ class Place:
 
 
 def run(test: Callable[[Door, Place], object]) -> None:
-    """The test on a loop, with a door that is closed after it."""
+    """Run the test on a loop, with a device that is closed after it."""
 
     async def begin() -> None:
         door = Door()
         place = Place(door)
-        place.desk.start()
+        place.isolation.start()
         try:
             await test(door, place)  # type: ignore[misc]
         finally:
-            place.desk.close()
+            place.isolation.close()
             assert door.closed
 
     asyncio.run(begin())
@@ -138,31 +140,35 @@ def run(test: Callable[[Door, Place], object]) -> None:
 
 def test_what_is_wanted_is_set_and_shown() -> None:
     door = Door()
-    desk = Place(door).desk
-    assert desk.on and door.mode is IsolationMode.ISOLATE and not desk.problems()
-    assert desk.shown()["mode"] == "isolate" and desk.check().ok
-    desk = Place(door, IsolationMode.REPORT).desk
-    assert not desk.on and desk.check().ok is None and desk.check().finding.startswith("off (driver 550")
+    isolation = Place(door).isolation
+    assert isolation.on and door.mode is IsolationMode.ISOLATE and not isolation.conditions()
+    assert isolation.shown()["mode"] == "isolate" and isolation.check().ok
+    isolation = Place(door, IsolationMode.REPORT).isolation
+    assert (
+        not isolation.on
+        and isolation.check().ok is None
+        and isolation.check().finding.startswith("off (driver 550")
+    )
     door.close()
 
 
 def test_where_it_was_never_there_that_is_no_problem() -> None:
-    desk = Place(None).desk
-    assert not desk.on and not desk.problems() and desk.shown()["why_not"] == "the stock one"
-    assert desk.check().ok is None and "off: the stock one" in desk.check().finding
-    desk.start()
-    desk.acknowledge(1)
-    desk.close()
-    # One that may be loaded and cannot be worked with is a problem: it kills at its own deadline.
-    desk = Place(None, known=False).desk
-    assert desk.problems() == ["kernel isolation: the stock one"]
-    assert desk.check().ok is None and desk.check().finding == "not known: the stock one"
+    isolation = Place(None).isolation
+    assert not isolation.on and not isolation.conditions() and isolation.shown()["why_not"] == "the stock one"
+    assert isolation.check().ok is None and "off: the stock one" in isolation.check().finding
+    isolation.start()
+    isolation.acknowledge(1)
+    isolation.close()
+    # A module that may be loaded and is not usable is a problem: it kills at its own deadline.
+    isolation = Place(None, known=False).isolation
+    assert isolation.conditions() == [Condition(Code.KERNEL_ISOLATION, detail="the stock one")]
+    assert isolation.check().ok is None and isolation.check().finding == "unknown: the stock one"
 
 
 def test_a_module_that_takes_no_mode_is_a_problem() -> None:
     door = Door(broken="no")
-    desk = Place(door).desk
-    assert not desk.on and desk.problems() == ["kernel isolation: no"]
+    isolation = Place(door).isolation
+    assert not isolation.on and isolation.conditions() == [Condition(Code.KERNEL_ISOLATION, detail="no")]
     door.close()
 
 
@@ -187,7 +193,7 @@ def test_an_old_fault_that_the_driver_answered_is_not_told_again(action: KernelA
 
 
 def test_who_lives_long_after_the_last_deadline_is_another_program_by_now() -> None:
-    """The module kills whom it condemned; this pid has replaced its program, and the space has ended."""
+    """The module has killed the condemned client; this pid now runs another program in another space."""
 
     async def test(door: Door, place: Place) -> None:
         over = DEADLINES_LEFT * DEADLINE_MS / 1e3
@@ -204,24 +210,24 @@ def test_who_is_leased_after_the_deadline_is_not_told_of_once_more() -> None:
         door.say(fault(age_s=DEADLINE_MS / 1e3 + 1))
         await place.heard(1)
         place.leased = True
-        place.desk.attached(ME)
+        place.isolation.attached(ME)
         assert len(place.seen) == 1
 
     run(test)
 
 
 def test_nothing_is_asked_of_a_door_that_is_closed() -> None:
-    """Evictions go on while mpsd ends: an acknowledgement then would be given by nobody."""
+    """Evictions continue while mpsd ends: nothing would follow an acknowledgement then."""
 
     async def test(door: Door, place: Place) -> None:
         place.leased = False
         door.say(fault())
         await place.heard(1)
-        place.desk.close()
+        place.isolation.close()
         place.leased = True
-        place.desk.attached(ME)
-        place.desk.acknowledge(7)
-        assert door.acknowledged == [] and place.desk.check().ok is None
+        place.isolation.attached(ME)
+        place.isolation.acknowledge(7)
+        assert door.acknowledged == [] and place.isolation.check().ok is None
 
     run(test)
 
@@ -233,8 +239,8 @@ def test_whoever_was_not_leased_yet_is_told_of_once_more(leased: bool) -> None:
         door.say(fault())
         await place.heard(1)
         place.leased = True
-        place.desk.attached(ME)
-        place.desk.attached(ME)
+        place.isolation.attached(ME)
+        place.isolation.attached(ME)
         assert len(place.seen) == (1 if leased else 2)
 
     run(test)
@@ -250,7 +256,7 @@ def test_those_who_are_remembered_are_bounded() -> None:
         await place.heard(len(many))
         for record in many:
             assert record.process is not None
-            place.desk.attached(record.process)
+            place.isolation.attached(record.process)
         assert len(place.seen) == len(many) + EARLY_KEPT
 
     run(test)
@@ -261,12 +267,12 @@ def test_a_lost_module_is_said_and_not_read_for_ever() -> None:
         door.broken = "gone"
         door.say()
         async with asyncio.timeout(10):
-            while place.desk.on:
+            while place.isolation.on:
                 await asyncio.sleep(0)
-        said = "lost: gone; whom it sinks it kills at its own deadline"
-        assert place.desk.problems() == [f"kernel isolation: {said}"]
-        assert place.desk.shown()["mode"] is None and place.desk.shown()["why_not"] == said
-        found = place.desk.check()
+        said = "lost: gone; the module kills the clients it condemns at its own deadline"
+        assert texts(place.isolation.conditions()) == [f"kernel isolation: {said}"]
+        assert place.isolation.shown()["mode"] is None and place.isolation.shown()["why_not"] == said
+        found = place.isolation.check()
         assert (found.ok, found.finding) == (False, said)
 
     run(test)
@@ -275,16 +281,16 @@ def test_a_lost_module_is_said_and_not_read_for_ever() -> None:
 def test_a_mode_that_somebody_else_has_set_is_shown_and_a_problem() -> None:
     async def test(door: Door, place: Place) -> None:
         door.mode = IsolationMode.OFF
-        # Who looks once a second does not ask for it.
-        assert not place.desk.problems(look=False) and place.desk.on
-        assert place.desk.shown()["mode"] == "off" and not place.desk.on
-        assert place.desk.problems(look=False)
-        assert place.desk.problems() == [
-            "kernel isolation: mode off was set, and not by mpsd, which wants isolate"
+        # The check of each second does not ask the module.
+        assert not place.isolation.conditions(refresh=False) and place.isolation.on
+        assert place.isolation.shown()["mode"] == "off" and not place.isolation.on
+        assert place.isolation.conditions(refresh=False)
+        assert texts(place.isolation.conditions()) == [
+            "kernel isolation: the mode is off, but mpsd is configured for isolate"
         ]
-        found = place.desk.check()
+        found = place.isolation.check()
         assert found.ok is False and found.finding.startswith("off (driver 550")
         door.mode = IsolationMode.ISOLATE
-        assert not place.desk.problems() and place.desk.check().ok and place.desk.on
+        assert not place.isolation.conditions() and place.isolation.check().ok and place.isolation.on
 
     run(test)

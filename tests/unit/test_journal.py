@@ -1,4 +1,4 @@
-"""The fault journal: bounded, whole after any cut, never the daemon's death."""
+"""The fault journal: bounded, whole after any cut, never fatal to the daemon."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpsd import journal as module
-from mpsd.journal import Journal, encode
+from mpsd.records import journal as module
+from mpsd.records.journal import Journal, encode
 from tests.support.descriptors import open_descriptors
 
 
@@ -122,7 +122,7 @@ def test_ids_never_go_back(tmp_path: Path) -> None:
 
 
 class Disk:
-    """os.write that takes `room` bytes more and then says that the disk is full."""
+    """os.write that accepts `room` more bytes and then reports a full disk."""
 
     def __init__(self, room: int) -> None:
         self.room = room

@@ -1,8 +1,9 @@
-"""The keeper: holds descriptors past the death of their owner, hears only its own user, and ends."""
+"""The keeper: it holds descriptors past its owner's death, serves only its own user, and ends."""
 
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import socket
@@ -10,20 +11,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from mpsd import keeper
-from mpsd.errors import StoreError
-from mpsd.keeperstore import KeeperStore
-from mpsd.notify import Channel
+from mpsd.base.errors import StoreError
+from mpsd.fdstore import keeper
+from mpsd.fdstore.keeperstore import KeeperStore
+from mpsd.fdstore.notify import Channel
 from tests.support.descriptors import inheritable, open_descriptors
 from tests.support.manager import DEADLINE_S
 
 
 def keeper_pids(directory: Path) -> list[int]:
-    """Living keepers of this directory (a zombie has no command line)."""
+    """Return the living keepers of this directory (a zombie has no command line)."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -37,7 +39,7 @@ def keeper_pids(directory: Path) -> list[int]:
 
 
 def wait_until_ended(pid: int) -> None:
-    """pidfd_open(2): readable once the process has ended; it need not be ours."""
+    """Wait by pidfd_open(2), which is readable once the process has ended; it need not be a child."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -63,7 +65,7 @@ def the_keeper(directory: Path) -> int:
 
 
 def pipe_with(text: bytes) -> int:
-    """The reading end of a pipe that holds the text and then ends."""
+    """Return the reading end of a pipe that holds the text and then ends."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     os.write(writing, text)
     os.close(writing)
@@ -101,7 +103,7 @@ def test_a_set_comes_back_in_order_after_the_store_was_left(directory: Path) -> 
 
 OWNER = """
 import os, signal, sys
-from mpsd.keeperstore import KeeperStore
+from mpsd.fdstore.keeperstore import KeeperStore
 store = KeeperStore.open(sys.argv[1])
 reading, writing = os.pipe()
 os.write(writing, b"alive")
@@ -160,7 +162,7 @@ def test_a_full_keeper_refuses_clearly_and_keeps_the_rest(directory: Path) -> No
 @pytest.mark.parametrize("name", ["", "a:b", "a#0/1", "a\nb", "é", "x" * 300])
 def test_names_that_the_protocol_cannot_carry(directory: Path, name: str) -> None:
     store = KeeperStore("unused", 1, linger_s=1, check_s=1)
-    with pytest.raises(StoreError, match="cannot be stored"):
+    with pytest.raises(StoreError, match="cannot store"):
         store.put(name, [0])
     store.close()
 
@@ -278,7 +280,7 @@ def test_the_socket_is_for_its_user_alone(directory: Path) -> None:
 
 STRANGER = """
 import os, sys
-from mpsd.notify import Channel
+from mpsd.fdstore.notify import Channel
 os.setgid(65534)
 os.setuid(65534)
 channel = Channel(sys.argv[1])
@@ -292,7 +294,7 @@ print(channel.barrier(10))
 def test_another_user_is_denied_even_where_the_mode_lets_him_in(directory: Path) -> None:
     store = KeeperStore.open(directory)
     os.chmod(directory / keeper.SOCKET, 0o777)
-    # A copy outside the 0700 directories that pytest makes: the same socket, reachable by all.
+    # A link outside the 0700 directories that pytest creates: the same socket, reachable by all users.
     reachable = Path("/tmp") / f"mpsd-keeper-test-{os.getpid()}"
     os.link(directory / keeper.SOCKET, reachable)
     try:
@@ -337,10 +339,25 @@ def test_it_is_small_detached_and_holds_nothing_of_its_starter(directory: Path) 
     proc = Path(f"/proc/{pid}")
     targets = sorted(os.readlink(fd) for fd in (proc / "fd").iterdir())
     assert sum(target == os.devnull for target in targets) == 3
-    assert len(targets) == 6  # those, its socket, its lock, and the other end of ours
+    assert len(targets) == 6  # the standard descriptors, its socket, its lock, and the other end of ours
     assert (proc / "comm").read_text() == "mpsd-keeper\n"
     assert (proc / "environ").read_bytes().count(b"\0") <= 1
     resident_kb = int((proc / "status").read_text().split("VmRSS:")[1].split()[0])
     assert resident_kb < 16 * 1024
     assert "libcuda" not in (proc / "maps").read_text()
+    store.end()
+
+
+def test_a_keeper_with_few_descriptors_refuses_what_does_not_fit_and_still_answers(directory: Path) -> None:
+    arguments = [str(directory), "4096", "60", "10"]
+    limited = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (48, 48))
+    command = [sys.executable, "-I", "-S", keeper.__file__, *arguments]
+    subprocess.run(command, preexec_fn=limited, check=True, timeout=DEADLINE_S)
+    store = KeeperStore.open(directory, start=False)
+    with open(os.devnull, "rb") as held:
+        with pytest.raises(StoreError, match="full: 16 of 16 descriptors are held"):
+            for number in range(48):
+                store.put(f"lease.{number}", [held.fileno()])
+        store.remove("lease.0")
+        store.put("lease.new", [held.fileno()])
     store.end()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.errors import UnsupportedError
-from mpsd.linux import kmsg
-from mpsd.model import KernelXid
+from mpsd.base.errors import GpuError, UnsupportedError
+from mpsd.base.model import KernelXid
+from mpsd.os import kmsg
 
 EXPECTED = json.loads((Path(__file__).parents[1] / "data" / "nvidia-580" / "expected.json").read_text())
 MMU = (
@@ -42,6 +42,15 @@ def test_a_record_with_pid_and_name() -> None:
         ),
         ("NVRM: Xid (PCI:0000:44:00): 48", "0000:44:00.0", 48, None, ""),
         (
+            "NVRM: Xid (PCI:0000:44:00): 43, pid=7, name=a, Stack Error, Ch 01",
+            "0000:44:00.0",
+            43,
+            7,
+            "a, Stack Error",
+        ),
+        ("NVRM: Xid (PCI:0000:44:00): 43, pid=7, name=a, Ch 2, Ch 01", "0000:44:00.0", 43, 7, "a, Ch 2"),
+        ("NVRM: Xid (PCI:0000:44:00): 43, pid=7, name=a, Reset", "0000:44:00.0", 43, 7, "a"),
+        (
             "NVRM: Xid (PCI:0000:44:00): 43, pid=7, name=evil\\x1b\\x5c[31m, Ch 1",
             "0000:44:00.0",
             43,
@@ -62,6 +71,39 @@ def test_shapes_of_the_line(text: str, pci: str, number: int, pid: int | None, n
 )
 def test_other_records_are_none(record: str) -> None:
     assert kmsg.parse_record(record) is None
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        f"{'9' * 5000},1,2,-;{MMU}",
+        f"4,1,{'9' * 5000},-;{MMU}",
+        f"4,1,2,-;NVRM: Xid (PCI:0000:44:00): {'9' * 5000}",
+        f"4,1,2,-;NVRM: Xid (PCI:{'0' * 5000}:44:00): 31",
+    ],
+)
+def test_a_number_out_of_bounds_makes_no_xid(record: str) -> None:
+    assert kmsg.parse_record(record) is None
+
+
+def test_a_file_that_cannot_be_read_is_a_missing_capability(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "kmsg", os.open
+
+    def refuse(name: str, flags: int, mode: int = 0o777) -> int:
+        if name == str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(name, flags, mode)
+
+    log = kmsg.open_kernel_log(str(path))
+    path.write_text("")
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(GpuError, match="Permission denied"):
+        log.drain()
+    log.close()
+    with pytest.raises(UnsupportedError, match="Permission denied"):
+        kmsg.open_kernel_log(str(path))
 
 
 def test_what_a_program_wrote_to_the_device_is_no_xid() -> None:
@@ -122,7 +164,7 @@ def test_recorded_xids_are_those_that_nvml_reported(kind: str) -> None:
     expected = EXPECTED[kind]
     found = [xid for record in expected["kmsg"] if (xid := kmsg.parse_record(record, kernel_only=True))]
     assert {xid.pci for xid in found} <= {"0000:00:06.0"}
-    # The lines of Xid 13 name nobody; NVML reports the 43 that comes after them.
+    # The lines of Xid 13 name no process; NVML reports the 43 that comes after them.
     assert [xid.xid for xid in found if xid.xid != 13] == expected["nvml_xids"]
     known = {expected["server"], expected["survivor"], expected["offender"]}
     assert all(xid.pid in known for xid in found if xid.xid != 13)

@@ -1,4 +1,4 @@
-"""The run directory: one owner, short paths, stable paths that are never absent."""
+"""The run directory: one owner, short paths, stable paths that always exist."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.errors import AlreadyRunningError, ConfigError
-from mpsd.layout import Layout, claim_default_path, replace_link
+from mpsd.base.errors import AlreadyRunningError, ConfigError
+from mpsd.config.layout import Layout, claim_default_path, replace_link
 
 
 @pytest.fixture
@@ -64,12 +64,38 @@ def test_one_directory_for_logs_and_state(short_dir: Path) -> None:
     close(layout.lock())
 
 
+@pytest.mark.parametrize("umask", [0o077, 0o022, 0o000])
+def test_modes_do_not_depend_on_the_umask(short_dir: Path, umask: int) -> None:
+    """Clients pass the run directory and the two below it; logs and state are for root alone."""
+    layout = Layout(short_dir / "a" / "run", short_dir / "b" / "log", short_dir / "c" / "state")
+    before = os.umask(umask)
+    try:
+        layout.prepare()
+    finally:
+        os.umask(before)
+    run = layout.run_dir
+    assert [p.stat().st_mode & 0o777 for p in (run.parent, run, run / "d", run / "s")] == [0o755] * 4
+    assert [p.stat().st_mode & 0o777 for p in (layout.log_dir, layout.state_dir)] == [0o750] * 2
+
+
+def test_directories_that_an_earlier_mpsd_left_closed_are_opened(short_dir: Path) -> None:
+    layout = layout_in(short_dir)
+    layout.prepare()
+    for name in ("d", "s"):
+        (layout.run_dir / name).chmod(0o700)
+    # The mode of the run directory is the operator's.
+    layout.run_dir.chmod(0o750)
+    layout.prepare()
+    modes = [p.stat().st_mode & 0o777 for p in (layout.run_dir, *sorted(layout.run_dir.iterdir()))]
+    assert modes == [0o750, 0o755, 0o755]
+
+
 def test_where_a_path_leads(short_dir: Path) -> None:
     layout = layout_in(short_dir)
     layout.prepare()
-    assert layout.leads_to("slot") is None
+    assert layout.domain_of_slot("slot") is None
     layout.switch("slot", "d7")
-    assert layout.leads_to("slot") == "d7"
+    assert layout.domain_of_slot("slot") == "d7"
 
 
 def test_on_a_full_disk_a_path_is_replaced_in_the_room_that_was_set_aside(
@@ -78,7 +104,7 @@ def test_on_a_full_disk_a_path_is_replaced_in_the_room_that_was_set_aside(
     layout = layout_in(short_dir)
     layout.prepare()
     layout.switch("slot", "d1")
-    assert layout.set_room_aside() == ""
+    assert layout.create_reserve() == ""
     assert (layout.run_dir / "room").stat().st_blocks > 0
     real = Path.symlink_to
 
@@ -89,16 +115,16 @@ def test_on_a_full_disk_a_path_is_replaced_in_the_room_that_was_set_aside(
 
     monkeypatch.setattr(Path, "symlink_to", full)
     layout.switch("slot", "d2")
-    assert layout.leads_to("slot") == "d2"
+    assert layout.domain_of_slot("slot") == "d2"
     monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-    assert str(layout.run_dir) in layout.set_room_aside()
+    assert str(layout.run_dir) in layout.create_reserve()
 
 
 def test_unwritable_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match=str(tmp_path / "run")) as refused:
         layout_in(tmp_path).prepare()
-    assert "no directory is there" in refused.value.remedy
+    assert "a file is in the way" in refused.value.remedy
 
 
 def everything_in(path: Path) -> list[str]:
@@ -111,7 +137,7 @@ def test_where_one_directory_cannot_be_made_none_is(tmp_path: Path, wrong: str) 
     places = {name: tmp_path / "deep" / name for name in ("run", "log", "state")}
     places[wrong] = tmp_path / "file" / "x"
     layout = Layout(places["run"], places["log"], places["state"])
-    with pytest.raises(ConfigError, match=f"cannot make directory .*{tmp_path / 'file'}") as checked:
+    with pytest.raises(ConfigError, match=f"cannot create directory .*{tmp_path / 'file'}") as checked:
         layout.check()
     with pytest.raises(ConfigError) as prepared:
         layout.prepare()
@@ -174,7 +200,7 @@ def test_default_path_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     other.mkdir()
     link = tmp_path / "link"
     link.symlink_to(other)
-    assert "not of this mpsd" in claim_default_path(link, target)
+    assert "does not belong to this mpsd" in claim_default_path(link, target)
 
 
 def test_default_path_is_served_where_it_is_free_empty_or_dangling(tmp_path: Path) -> None:
@@ -201,7 +227,7 @@ def test_a_directory_that_anybody_may_write_is_refused(short_dir: Path) -> None:
     layout = layout_in(short_dir)
     layout.prepare()
     layout.run_dir.chmod(0o777)
-    with pytest.raises(ConfigError, match="may be written by anybody"):
+    with pytest.raises(ConfigError, match="is writable for all users"):
         layout.prepare()
 
 

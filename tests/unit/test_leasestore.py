@@ -1,4 +1,4 @@
-"""The way to the descriptor store: in order, tried again, never in the loop's way."""
+"""The way to the descriptor store: in order, retried, and never blocking the loop."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from mpsd import leasestore
-from mpsd.errors import StoreError
-from mpsd.keeperstore import KeeperStore
-from mpsd.leasestore import LeaseStore
+from mpsd.base.conditions import Code, Condition
+from mpsd.base.errors import StoreError
+from mpsd.fdstore import keeperstore, queue
+from mpsd.fdstore.keeperstore import KeeperStore
+from mpsd.fdstore.queue import LeaseStore
+from tests.support.conditioning import texts
 from tests.support.descriptors import open_descriptors
 
 DEADLINE_S = 10.0
 
 
 class Store:
-    """A store that does as the test says: `failing` names what is refused, `gate` holds it up."""
+    """A scripted store: `failing` names the calls it refuses, `gate` holds it up."""
 
     kind = "fake"
 
@@ -55,7 +57,7 @@ class Store:
 
     def revive(self) -> None:
         self._do("revive")
-        # The new connection is there before the old one goes, as with a real keeper.
+        # The new connection exists before the old one closes, as with a real keeper.
         before, (self.reader, self.writer) = self.reader, os.pipe2(os.O_CLOEXEC)
         os.close(before)
 
@@ -69,7 +71,7 @@ class Store:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leasestore, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(queue, "FIRST_PAUSE_S", 0.001)
 
 
 def with_store(play: Callable[[Store, LeaseStore], Awaitable[None]]) -> None:
@@ -96,16 +98,14 @@ def test_what_fails_is_said_and_tried_again_until_it_succeeds() -> None:
     async def play(store: Store, front: LeaseStore) -> None:
         store.failing = {"put a"}
         held = front.put("a", [0])
-        await until(lambda: bool(front.problems()))
-        assert front.problems() == [
-            "1 lease(s) are not in the descriptor store and end with mpsd: no put a",
-        ]
-        # The others do not wait for it.
+        await until(lambda: bool(front.conditions()))
+        assert front.conditions() == [Condition(Code.LEASES_NOT_STORED, detail="no put a", count=1)]
+        # Other leases do not wait for it.
         await front.put("b", [0])
         store.failing = set()
         await held
         assert store.done == ["put b", "put a"]
-        assert not front.problems()
+        assert not front.conditions()
 
     with_store(play)
 
@@ -116,7 +116,8 @@ def test_a_name_is_removed_before_it_is_put_again() -> None:
         store.failing = {"remove a"}
         front.drop("a")
         held = front.put("a", [0])
-        await until(lambda: bool(front.problems()))
+        await until(lambda: bool(front.conditions()))
+        assert front.conditions() == [Condition(Code.LEASES_LEFT_STORED, detail="no remove a", count=1)]
         assert not held.done()
         store.failing = set()
         await held
@@ -157,10 +158,10 @@ def test_a_store_that_dies_is_revived_however_often_that_fails_and_watched_again
         for life in (1, 2):
             store.failing = {"revive"}
             store.die()
-            await until(lambda: front.problems() == ["leases end with mpsd: no revive"])
+            await until(lambda: front.conditions() == [Condition(Code.STORE_LOST, detail="no revive")])
             store.failing = set()
             await until(lambda: store.done == ["revive"] * life)  # noqa: B023
-            await until(lambda: not front.problems())
+            await until(lambda: not front.conditions())
 
     with_store(play)
 
@@ -173,7 +174,7 @@ def test_one_that_never_answers_holds_up_the_end_no_longer_than_the_deadline() -
         held = front.put("a", [0])
         await until(store.entered.is_set)
         await front.close(0.01, end=False)
-        # It may still use its descriptors: they are left to the end of the process.
+        # The store may still use its descriptors: they stay open until the process ends.
         os.fstat(store.reader)
         assert not held.done()
         store.gate.set()
@@ -199,6 +200,32 @@ def test_a_stopped_keeper_is_not_waited_for_and_gets_everything_in_the_end(tmp_p
     asyncio.run(run())
 
 
+def test_mpsd_starts_without_a_keeper_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeperstore, "ANSWER_TIMEOUT_S", 0.05)
+
+    async def run() -> None:
+        KeeperStore.open(tmp_path, linger_s=60, check_s=0.02).close()
+        (keeper,) = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _is_keeper(p, tmp_path)]
+        os.kill(keeper, signal.SIGSTOP)
+        front = LeaseStore(KeeperStore.open(tmp_path, linger_s=0, check_s=0.02))
+        assert front.fetch_all() == {}
+        (text,) = texts(front.conditions())
+        assert text.startswith("leases end with mpsd: the keeper does not hold descriptors: ")
+        held = front.put("a", [0])
+        os.kill(keeper, signal.SIGCONT)
+        monkeypatch.setattr(keeperstore, "ANSWER_TIMEOUT_S", DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            await held
+            while front.conditions():
+                await asyncio.sleep(0.01)
+            front.drop("a")
+            await front.close(DEADLINE_S, end=True)
+
+    asyncio.run(run())
+
+
 def _is_keeper(proc: Path, directory: Path) -> bool:
     try:
         arguments = (proc / "cmdline").read_bytes().split(b"\0")
@@ -216,30 +243,27 @@ def test_one_users_leases_take_no_more_than_a_share() -> None:
             await front.put("a", [0, 0], 7)
             await front.put("b", [0, 0], 7)
             over, later = front.put("c", [0], 7), front.put("d", [0], 7)
-            # Other users', and nobody's, go by.
+            # Leases of other users, and of no user, are not delayed.
             await front.put("e", [0, 0, 0, 0], 8)
             await front.put("f", [0, 0, 0, 0, 0])
-            assert front.problems() == [
-                "2 lease(s) are more than their user's share of the descriptor store (4 descriptors) "
-                "and end with mpsd"
-            ]
+            assert front.conditions() == [Condition(Code.LEASES_OVER_SHARE, detail="4", count=2)]
             assert not over.done()
             front.drop("c")
             front.drop("a")
             await later
-            assert not front.problems()
+            assert not front.conditions()
             assert "put c" not in store.done and "remove c" not in store.done
-            # A put that fails takes nothing.
+            # A put that fails uses no share.
             store.failing = {"put g"}
             failed = front.put("g", [0], 7)
-            await until(lambda: bool(front.problems()))
+            await until(lambda: bool(front.conditions()))
             await front.put("h", [0], 7)
             store.failing = set()
             front.drop("b")
             await failed
             await front.put("i", [0], 7)
             waits = front.put("j", [0] * 4, 7)
-            # What waits for its share does not hold up the end.
+            # A lease that waits for its share does not delay the end.
             await front.close(DEADLINE_S, end=False)
             assert waits.cancelled()
 
@@ -260,7 +284,7 @@ def test_what_an_earlier_daemon_stored_counts_once_its_owner_is_known() -> None:
             for name in ("old", "unknown", "old"):
                 front.belongs(name, 7)
             held = front.put("a", [0], 7)
-            await until(lambda: bool(front.problems()))
+            await until(lambda: bool(front.conditions()))
             front.drop("old")
             await held
             await front.close(DEADLINE_S, end=False)
@@ -271,7 +295,7 @@ def test_what_an_earlier_daemon_stored_counts_once_its_owner_is_known() -> None:
 def test_without_a_descriptor_to_watch_the_store_by_leases_are_stored_and_it_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = leasestore.fcntl.fcntl
+    real = queue.fcntl.fcntl
     full = True
 
     def dup(fd: int, *rest: int) -> int:
@@ -285,19 +309,19 @@ def test_without_a_descriptor_to_watch_the_store_by_leases_are_stored_and_it_is_
         front._watched = -1
         front._watch()
         await front.put("a", [0])
-        assert front.problems() == ["the end of the descriptor store is not seen: Too many open files"]
+        assert front.conditions() == [Condition(Code.STORE_NOT_WATCHED, detail="Too many open files")]
         full = False
-        await until(lambda: not front.problems())
+        await until(lambda: not front.conditions())
         store.die()
         await until(lambda: "revive" in store.done)
 
     watched = -1
-    monkeypatch.setattr(leasestore.fcntl, "fcntl", dup)
+    monkeypatch.setattr(queue.fcntl, "fcntl", dup)
     with_store(play)
 
 
 def test_the_end_of_a_name_is_told_when_the_store_has_let_go() -> None:
-    """Of one that is stored, one that is just being stored, and one that never was."""
+    """This holds for a lease that is stored, one that is being stored, and one that never was."""
 
     async def play(store: Store, front: LeaseStore) -> None:
         loop = asyncio.get_running_loop()

@@ -1,21 +1,19 @@
-"""Who is asking: the kernel's credentials, groups, and what they allow."""
+"""The peer of a connection: the kernel's credentials, groups, and what they allow."""
 
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 
-from mpsd.listener import Peer
-from mpsd.listener.peers import CACHE_S, Credentials, Rights, parse_address
+from mpsd.peers import Peer
+from mpsd.peers.connection import Connection
+from mpsd.peers.credentials import CACHE_S, Credentials, Rights
+from mpsd.peers.quotas import Account
+from mpsd.peers.receive import Refused
 
 NOBODY = 65534
-
-
-def test_addresses_of_peers() -> None:
-    assert parse_address("localhost:1000:100:4711") == Credentials(1000, 100, 4711)
-    for bad in ("", "None", "localhost", "127.0.0.1:5555", "localhost:a:1:2", "localhost:-1:1:2"):
-        assert parse_address(bad) is None
 
 
 def test_who_is_an_administrator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +40,28 @@ def test_who_may_see_what() -> None:
     user = Peer(5, 5, 1, frozenset(), False)
     assert admin.may_see(()) and admin.may_see({7})
     assert user.may_see({5, 7}) and not user.may_see({7}) and not user.may_see(())
+
+
+USER, ELSE, SETUID = Credentials(1000, 1000, 50), Credentials(1001, 1001, 60), Credentials(0, 0, 50)
+
+
+@pytest.mark.parametrize(
+    ("senders", "good"),
+    [
+        pytest.param([USER, USER], 2, id="the process that connected"),
+        pytest.param([Credentials(1000, 5, 51), USER], 2, id="a child of the same user"),
+        pytest.param([ELSE], 0, id="another user from the start"),
+        pytest.param([USER, ELSE], 1, id="another user later"),
+        pytest.param([SETUID, SETUID, USER], 2, id="one real uid of a set-user-ID program"),
+        pytest.param([Credentials(1001, 5, 0)], 0, id="another user of another pid namespace"),
+        pytest.param([None], 0, id="unknown"),
+    ],
+)
+def test_a_connection_stays_with_its_user(senders: list[Credentials | None], good: int) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        connection = Connection(sock, USER, Account(1000, 1000), 1, 1)
+        for sender in senders[:good]:
+            connection.check_sender(sender)
+        for sender in senders[good:]:
+            with pytest.raises(Refused, match="sender"):
+                connection.check_sender(sender)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.errors import MpsdError
-from mpsd.linux import tail
-from mpsd.logfollow import LogFollower
+from mpsd.base.errors import MpsdError
+from mpsd.mps.logfollow import LogFollower
+from mpsd.os import tail
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_rename_and_recreate_reads_the_old_file_to_its_end(path: Path, log: LogF
     assert log.drain() == ["one"]
     append(path, b"two\n")
     path.rename(path.with_suffix(".1"))
-    # A writer with the old file open goes on there until the new one is made.
+    # A writer with the old file open continues there until the new file exists.
     append(path.with_suffix(".1"), b"three\n")
     assert log.drain() == ["two", "three"]
     append(path.with_suffix(".1"), b"four\n")
@@ -142,7 +142,7 @@ def test_a_missing_directory_is_an_error_of_ours(tmp_path: Path) -> None:
 def test_trimming_keeps_the_end_and_loses_no_line(
     path: Path, monkeypatch: pytest.MonkeyPatch, refused: tuple[str, ...], appending: bool
 ) -> None:
-    from mpsd import logfollow
+    from mpsd.mps import logfollow
 
     real = logfollow._libc.fallocate
 
@@ -188,6 +188,32 @@ def test_a_small_log_and_unread_lines_are_not_trimmed(path: Path, log: LogFollow
     second.close()
 
 
+def test_a_line_without_an_end_is_trimmed_too(path: Path) -> None:
+    log = LogFollower(str(path), line_limit=1024)
+    append(path, b"first\n" + b"x" * (256 << 10))
+    assert log.drain() == ["first"]
+    assert log.trim(64 << 10, 0)
+    assert path.stat().st_blocks * 512 < 64 << 10
+    append(path, b"x\nnext\n")
+    assert log.drain() == ["x" * 1024, "next"]
+    log.close()
+
+
+def test_the_file_of_a_writer_keeps_its_name_when_it_is_trimmed(path: Path) -> None:
+    with path.open("ab", buffering=0) as writer:
+        log = LogFollower(str(path), writer=lambda: f"/proc/self/fd/{writer.fileno()}")
+        renamed = Path(f"{path}.1")
+        path.rename(renamed)
+        path.touch()
+        writer.write(b"line\n" * 50_000)
+        assert len(log.drain()) == 50_000
+        assert log.trim(64 << 10, 8 << 10)
+        assert os.path.samestat(renamed.stat(), os.fstat(writer.fileno()))
+        writer.write(b"next\n")
+        assert log.drain() == ["next"]
+        log.close()
+
+
 def test_what_is_appended_while_a_hole_is_looked_for_is_not_lost(
     path: Path, log: LogFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +225,7 @@ def test_what_is_appended_while_a_hole_is_looked_for_is_not_lost(
         try:
             return seek(fd, offset, whence)
         finally:
-            # The writer comes right after there was nothing.
+            # The writer comes right after there was nothing to read.
             if waiting:
                 append(path, waiting.pop())
 

@@ -1,4 +1,4 @@
-"""The log: two formats, levels, nothing hostile gets through, nothing that fails ends the daemon."""
+"""The log: two formats, levels; hostile text is escaped, and no failure ends the daemon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from mpsd import logs
+from mpsd.base import logs
 
 
 @pytest.fixture(autouse=True)
@@ -75,5 +75,30 @@ def test_a_log_that_cannot_be_written_is_dropped_and_counted() -> None:
 
 
 def test_importing_sets_nothing_up() -> None:
-    code = "import structlog, mpsd.logs; raise SystemExit(structlog.is_configured())"
+    code = "import structlog, mpsd.base.logs; raise SystemExit(structlog.is_configured())"
     assert subprocess.run([sys.executable, "-c", code], timeout=50, check=False).returncode == 0
+
+
+def test_lines_that_strangers_cause_are_few_and_their_number_is_told() -> None:
+    stream, now = io.StringIO(), [0.0]
+    logs.configure("json", "info", stream)
+    repeated = logs.Repeated(structlog.get_logger(), interval_s=60.0, clock=lambda: now[0])
+    for number in range(1000):
+        repeated.warning("refused", "size", number=number)
+    repeated.info("refused", "order")
+    now[0] = 61.0
+    repeated.warning("refused", "size", number=1000)
+    said = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(row.get("number"), row.get("left_out")) for row in said] == [
+        (0, None),
+        (None, None),
+        (1000, 999),
+    ]
+
+
+def test_kinds_of_such_lines_are_bounded() -> None:
+    repeated = logs.Repeated(structlog.get_logger())
+    logs.configure("json", "error", io.StringIO())
+    for kind in range(3 * logs.MAX_KINDS):
+        repeated.info("refused", kind)
+    assert len(repeated._said) == logs.MAX_KINDS

@@ -1,4 +1,4 @@
-"""Reading /proc/PID/maps below an address: what the plain way finds, wherever it is cut into pages."""
+"""Reading /proc/PID/maps below an address agrees with plain reading, wherever pages cut it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mpsd.linux import procfs
+from mpsd.os import procfs
 
 PATHS = ("", "/dev/nvidia0", "[heap]", "/a-b/f00-bar", "/with\r and\x0b -")
-# Many that share their first digits, and have as many or one more.
+# Many addresses that share their first digits, and have as many digits or one more.
 FEW_DIGITS = st.text("01ef", min_size=6, max_size=11) | st.text("01ef", min_size=1, max_size=16)
 ADDRESSES = FEW_DIGITS.map(lambda digits: int(digits, 16)) | st.integers(0, (1 << 64) - 1)
 MAPS = st.lists(ADDRESSES, unique=True, max_size=20).map(sorted)
 
 
 def written(starts: list[int], paths: list[str]) -> bytes:
-    """As fs/proc/task_mmu.c writes them."""
+    """Write rows as fs/proc/task_mmu.c does."""
     rows = (
         f"{start:08x}-{start + 4096:08x} rw-p 00000000 00:00 0 {paths[n % len(paths)]}\n"
         for n, start in enumerate(starts)
@@ -28,7 +28,7 @@ def written(starts: list[int], paths: list[str]) -> bytes:
 
 
 def plainly(text: bytes, below: int | None, limit: int) -> procfs.MapLines | None:
-    """Line by line."""
+    """Read line by line."""
     if not text:
         return None
     found: list[bytes] = []
@@ -67,7 +67,7 @@ def test_it_is_what_a_reader_line_by_line_finds(
     limit: int,
     lost: int,
 ) -> None:
-    """`below`: also just beside an address that is there. `lost`: so much is missing at the end."""
+    """`below`: also next to an address that occurs. `lost`: number of characters missing at the end."""
     if isinstance(below, tuple):
         near, off = below
         below = max(0, (starts[near % len(starts)] if starts else 0) + off)

@@ -1,4 +1,4 @@
-"""Copies of a driver that keep out of each other's way, and the fail-over findings' arithmetic."""
+"""Driver instances that do not affect each other, and the arithmetic of the fail-over findings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from faultinject.measure import failover_copy, failover_report
+from faultinject.campaigns.measure.failover import findings
+from faultinject.programs.devices import driverfile
 
 DRIVER = r"""
 #define _GNU_SOURCE
@@ -30,11 +31,11 @@ int own_socket(const char *name)
 }
 """
 
-# Loads the driver, then a copy made in the way of argv[2]; prints what the copy found.
+# Loads the driver, then an instance created in the way of argv[2]; prints what the instance found.
 PROGRAM = """
 import ctypes, os, sys
 from pathlib import Path
-from faultinject.measure import failover_copy as copies
+from faultinject.programs.devices import driverfile as copies
 
 folder, how, name = Path(sys.argv[1]), sys.argv[2], f"cuda-uvmfd-1-{os.getpid()}".encode()
 source, target = folder / "libdriver.so", folder / f"copy-{how}.so"
@@ -82,12 +83,12 @@ def test_an_unchanged_copy_has_neither(driver: Path) -> None:
 
 
 def test_what_a_library_tells(driver: Path) -> None:
-    told = failover_copy.describe(driver / "libdriver.so")
+    told = driverfile.describe(driver / "libdriver.so")
     assert told["soname"] == "libdriver.so.1"
     assert told["binds now"]
     assert sorted(slot[0] for slot in told["slots"]) == ["bind", "getenv", "secure_getenv"]
     with pytest.raises(ValueError, match="not a 64-bit"):
-        failover_copy.Elf(b"#!/bin/sh\n")
+        driverfile.Elf(b"#!/bin/sh\n")
 
 
 def fault(kind: str, written: float, error: float, *, means: str = "none") -> dict[str, Any]:
@@ -110,7 +111,7 @@ def fault(kind: str, written: float, error: float, *, means: str = "none") -> di
 
 def test_a_write_after_a_sign_makes_it_no_fence() -> None:
     faults = [fault("trap", 60.0, 98.0), fault("misaligned", 25.0, 41.0)]
-    by = {line["sign"]: line for line in failover_report.fences(faults)}
+    by = {line["sign"]: line for line in findings.fences(faults)}
     assert by["own error: query"]["written after it"] == 0
     assert by["own error: query"]["least ms between"] == 16.0
     assert by["nvml xid 43"]["written after it"] == 2
@@ -122,9 +123,9 @@ def test_a_sync_that_memory_does_not_bear_out_is_counted() -> None:
     lying = fault("trap", 60.0, 98.0)
     lying["loop"]["in memory"] = 99
     rows = [{"case": "faults", **row} for row in (lying, fault("trap", 60.0, 98.0))]
-    made = failover_report.failover([*rows, {"case": "faults", "what": "took", "seconds": 4.0}])
+    made = findings.failover([*rows, {"case": "faults", "what": "took", "seconds": 4.0}])
     (found,) = [row for row in made if "falsely" in row["question"]]
-    assert found["finding"].startswith("1 of 200 successful syncs in 2 faults")
+    assert found["finding"].startswith("1 of 200 successful synchronisations in 2 faults")
 
 
 def test_a_context_that_was_cut_off_is_judged_by_when_that_was_known() -> None:
@@ -134,7 +135,7 @@ def test_a_context_that_was_cut_off_is_judged_by_when_that_was_known() -> None:
         writer |= {"means": "cut", "ended": {"began": 2.0, "ended": ended, "freed": freed}}
     refused = fault("trap", 60.0, 98.0, means="cut")
     refused["writers"][0] |= {"means": "cut", "ended": {"began": 2.0}}
-    fence, _, how_long, _ = failover_report.cut([cut, kept, refused])
+    fence, _, how_long, _ = findings.cut([cut, kept, refused])
     (line,) = fence["figures"]
     assert (line["sign"], line["n"], line["written after it"]) == ("cut returned", 2, 1)
-    assert how_long["finding"].startswith("In 2 of 3: {'n': 2, 'median': 4.0, 'worst': 6.0}; kept: ")
+    assert how_long["finding"].startswith("In 2 of 3: {'n': 2, 'median': 4.0, 'worst': 6.0}; blocked: ")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.errors import StoreError
-from mpsd.notify import Channel, Notifier, listen_fds, watchdog_interval_s
+from mpsd.base.errors import StoreError
+from mpsd.fdstore.notify import Channel, Notifier, listen_fds, watchdog_interval_s
 from tests.support.manager import DEADLINE_S, Manager
 
 
@@ -99,7 +99,7 @@ def test_announced_descriptors_must_be_open() -> None:
 
 SERVICE = """
 import json, os, sys
-from mpsd.notify import listen_fds
+from mpsd.fdstore.notify import listen_fds
 passed = listen_fds(os.environ)
 left = [key for key in os.environ if key.startswith("LISTEN_")]
 with open(sys.argv[1], "w") as out:

@@ -1,4 +1,4 @@
-"""The kernel part's device where it is not what it should be: each way to fail has its end and its words."""
+"""The isolation device in a wrong state: each failure has its outcome and its message."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.errors import GpuError, UnsupportedError
+from mpsd.base.errors import GpuError, UnsupportedError
+from mpsd.base.model import KernelAction
 from mpsd.gpu.nvidia import checks
 from mpsd.gpu.nvidia.kernel import NvidiaIsolation
-from mpsd.model import KernelAction
 from tests.kmod.test_reader import packed
 
 
@@ -62,28 +62,28 @@ def test_one_that_was_closed_refuses_as_ever(pipe: tuple[NvidiaIsolation, int]) 
 
 def test_where_there_is_no_device_the_module_is_the_stock_one_or_none(tmp_path: Path) -> None:
     found = checks.kernel_isolation(str(tmp_path / "none"), str(tmp_path))
-    assert found.ok is None and found.finding.startswith("off: the loaded nvidia-uvm is the stock one")
+    assert found.ok is None and found.finding.startswith("off: the loaded nvidia-uvm is the stock module")
     found = checks.kernel_isolation(str(tmp_path / "none"), str(tmp_path / "none"))
     assert found.ok is None and found.finding.startswith("off: nvidia-uvm is not loaded")
 
 
 def test_a_patched_module_without_a_device_is_not_called_the_stock_one(tmp_path: Path) -> None:
-    """In a container that was not given it: the module may well isolate."""
+    """In a container without the device the module may still isolate."""
     (tmp_path / "parameters").mkdir()
     (tmp_path / "parameters/uvm_mpsd_mode").write_text("2\n")
     found = checks.kernel_isolation(str(tmp_path / "none"), str(tmp_path))
     assert found.ok is None
-    assert found.finding.startswith("not known: the loaded nvidia-uvm is patched, in mode 2")
-    assert "container" in found.remedy and "ends every client" not in found.finding
+    assert found.finding.startswith("unknown: the loaded nvidia-uvm is patched (mode 2)")
+    assert "container" in found.remedy and "of its domain" not in found.finding
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
 def test_what_may_not_be_opened_is_not_said_to_be_off(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """`doctor` of any user, without mpsd: the module may well isolate."""
+    """`doctor` of any user, without mpsd: the module may still isolate."""
     failing(monkeypatch, number)
     found = checks.kernel_isolation()
-    assert found.ok is None and found.finding.startswith("not known: ")
-    assert "CAP_SYS_ADMIN" in found.remedy and "ends every client" not in found.finding
+    assert found.ok is None and found.finding.startswith("unknown: ")
+    assert "CAP_SYS_ADMIN" in found.remedy and "of its domain" not in found.finding
 
 
 def test_a_node_that_a_module_has_left_needs_no_rights(monkeypatch: pytest.MonkeyPatch) -> None:

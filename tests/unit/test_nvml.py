@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from mpsd.errors import GpuError, NotFoundError, UnsupportedError
+from mpsd.base.errors import GpuError, NotFoundError, UnsupportedError
+from mpsd.base.model import ComputeMode, Gpu, GpuProcess, NvmlXid
 from mpsd.gpu.nvidia.nvml import Nvml
-from mpsd.model import ComputeMode, Gpu, GpuProcess, NvmlXid
 
 
 class NvmlFailure(Exception):

@@ -1,4 +1,4 @@
-"""What the performer does itself: most effects it only hands on."""
+"""Effects that the performer carries out itself: it passes most effects on."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
-from mpsd import serverwatch
-from mpsd.bulletin import Moment
-from mpsd.calm import CALM_S, Calm
+from mpsd.base.model import ClientId, ProcessInstance, Requester
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core.standby import FailoverRecord
-from mpsd.model import ProcessInstance
-from mpsd.performer import Hands, Performer
+from mpsd.core.failover.participants import FailoverRecord
+from mpsd.daemon.performer import Adapters, Performer
+from mpsd.mps import servercalls
+from mpsd.os.quietperiod import QUIET_S, QuietPeriod
+from mpsd.records.bulletin import Moment
 from tests.support.core import process, server_of
 
 DEADLINE_S = 20.0
@@ -39,18 +40,22 @@ class Bulletin:
 
 def performer(
     bulletin: Bulletin,
-    calm: Calm | None = None,
+    quiet_period: QuietPeriod | None = None,
     told: list[fx.Move] | None = None,
     posted: list[ev.Event] | None = None,
+    attacher: object = None,
 ) -> Performer:
-    others: dict[str, Any] = dict.fromkeys(Hands.__dataclass_fields__)
+    others: dict[str, Any] = dict.fromkeys(Adapters.__dataclass_fields__)
+    others["attacher"] = attacher
     others["post"] = posted.append if posted is not None else None
     words = ("welcome", "offer", "stand_down", "fenced", "have_turn", "give", "have_memory")
-    desk = SimpleNamespace(**dict.fromkeys(words, None))
-    desk.move = told.append if told is not None else None
-    hosts = SimpleNamespace(calm=calm or Calm())
-    hands: Any = SimpleNamespace(**others | {"bulletin": bulletin, "failover": desk, "hosts": hosts})
-    return Performer(cast("Hands", hands))
+    service = SimpleNamespace(**dict.fromkeys(words, None))
+    service.move = told.append if told is not None else None
+    domains = SimpleNamespace(quiet_period=quiet_period or QuietPeriod())
+    adapters: Any = SimpleNamespace(
+        **others | {"bulletin": bulletin, "failover": service, "domains": domains}
+    )
+    return Performer(cast("Adapters", adapters))
 
 
 @pytest.mark.parametrize("found", ["d2", None])
@@ -72,7 +77,7 @@ def test_the_server_that_is_at_a_fault_is_told_if_one_is(
         await ended.wait()
         await made.close()
 
-    monkeypatch.setattr(serverwatch, "find", find)
+    monkeypatch.setattr(servercalls, "find", find)
     asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
     assert posted == ([ev.ServerAtFault("d2", servers["d2"], "GPU-0")] if found else [])
 
@@ -117,18 +122,18 @@ def test_after_a_word_to_move_what_takes_the_loops_time_waits_a_moment() -> None
 
 
 async def keeps_calm() -> None:
-    calm, told, bulletin = Calm(lambda: 7.0), list[fx.Move](), Bulletin()
-    does = performer(bulletin, calm, told)
+    quiet_period, told, bulletin = QuietPeriod(lambda: 7.0), list[fx.Move](), Bulletin()
+    does = performer(bulletin, quiet_period, told)
     move = fx.Move(process(7), 2, "a fault")
-    assert calm.left_s() == 0
+    assert quiet_period.remaining_s() == 0
     does.perform(move)
-    assert told == [move] and calm.left_s() == pytest.approx(CALM_S)
-    # Nor are records written meanwhile; each has the moment of its decision.
+    assert told == [move] and quiet_period.remaining_s() == pytest.approx(QUIET_S)
+    # Records are not written meanwhile either; each has the moment of its decision.
     before = Moment.now()
     does.perform(revision(1))
     assert bulletin.written == []
     after = Moment.now()
-    # But before nobody hears of them any more.
+    # They are written before a reader can learn of them.
     does.tell()
     assert bulletin.written == [(1, 1)]
     await does.close()
@@ -149,6 +154,37 @@ async def writes_the_others() -> None:
     await does.close()
     assert bulletin.written == [(2, 2)]
     assert posted == [ev.Counted({"effects_failed": 1})]
-    # What comes after the end is written at once: nobody looks any more.
+    # A record after the end is written at once: there are no later rounds.
     does.perform(revision(3, of=2))
     assert bulletin.written == [(2, 2), (2, 3)]
+
+
+def test_each_act_of_force_is_one_line_of_the_audit_log() -> None:
+    asyncio.run(audits_acts())
+
+
+async def audits_acts() -> None:
+    acted: list[str] = []
+
+    def act(process: ProcessInstance, owner: int | None) -> str:
+        acted.append(str(process))
+        return f"outcome {len(acted)}"
+
+    client, requester = ClientId("d1", process(10)), Requester(0, 0, 77, "/system.slice")
+    policy = fx.Grounds(1000, "a guard zone was hit", ("own",), None, 4, "guard-hit")
+    does = performer(Bulletin(), attacher=SimpleNamespace(kill=act, freeze=act))
+    with capture_logs() as lines:
+        does.perform(fx.AuditEviction(client, "begun", policy))
+        does.perform(fx.Freeze(client, 1000, policy))
+        does.perform(fx.Kill(client, "asked", None, fx.Grounds(1000, "asked", ("leased",), requester)))
+    await does.close()
+    assert [(line["action"], line["outcome"], line["by"]) for line in lines] == [
+        ("evict", "begun", "policy"),
+        ("freeze", "outcome 1", "policy"),
+        ("kill", "outcome 2", "peer"),
+    ]
+    common = {"logger": "mpsd.audit", "domain": "d1", "pid": 10, "start_ticks": 1, "uid": 1000}
+    assert all(common.items() <= line.items() for line in lines)
+    evict, freeze, kill = lines
+    assert evict["fault"] == freeze["fault"] == 4 and evict["fault_class"] == "guard-hit"
+    assert kill["claimed_cgroup"] == "/system.slice" and "fault" not in kill

@@ -1,17 +1,26 @@
-"""What an answer or an event shows of other users' processes."""
+"""Answers and events hide details of other users' processes."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mpsd.core.records import Evidence, FaultRecord, Party, Source
-from mpsd.listener import Peer
-from mpsd.model import ClientId
-from mpsd.privacy import HIDDEN, owners, shown_to
-from mpsd.recordtext import record_json
+from mpsd.api.privacy import HIDDEN, owners, visible_to
+from mpsd.api.usernames import user_name
+from mpsd.base.model import ClientId
+from mpsd.core.faults.records import (
+    Evidence,
+    FaultRecord,
+    LoggedProcess,
+    MovedClient,
+    Party,
+    Source,
+)
+from mpsd.peers import Peer
+from mpsd.records.recordtext import record_json
 from tests.support.core import GPU, facts
 
 ANSWER: dict[str, Any] = {
@@ -43,7 +52,7 @@ def record(*, offender: Party | None = None, suspects: tuple[Party, ...] = (), t
 
 
 def test_a_user_sees_that_others_are_there_but_not_who() -> None:
-    seen = shown_to(user(7), ANSWER)
+    seen = visible_to(user(7), ANSWER)
     assert seen["clients"][0] == ANSWER["clients"][0]
     theirs = seen["clients"][1]
     assert theirs == {"pid": None, "uid": None, "command": HIDDEN, "problem": "[...]"}
@@ -52,7 +61,7 @@ def test_a_user_sees_that_others_are_there_but_not_who() -> None:
 
 
 def test_an_administrator_sees_all() -> None:
-    assert shown_to(Peer(7, 7, 1, frozenset(), admin=True), ANSWER) == ANSWER
+    assert visible_to(Peer(7, 7, 1, frozenset(), admin=True), ANSWER) == ANSWER
 
 
 XID = "NVRM: Xid (PCI:0000:01:00): 13, pid=801, name=a, b, Graphics Exception"
@@ -62,7 +71,7 @@ XID = "NVRM: Xid (PCI:0000:01:00): 13, pid=801, name=a, b, Graphics Exception"
 def test_a_record_of_a_shared_domain_names_to_each_user_its_own_clients_alone(text: str) -> None:
     full = record(suspects=(party(701, 7), party(801, 8)), text=text)
     assert owners(full) == {7, 8}
-    seen = shown_to(user(7), full)
+    seen = visible_to(user(7), full)
     assert [p["pid"] for p in seen["suspects"]] == [701, None]
     assert (seen["victims"], seen["victim_uids"], seen["victims_hidden"]) == ([703], [7], 1)
     said = json.dumps(seen)
@@ -73,7 +82,7 @@ def test_a_record_of_a_shared_domain_names_to_each_user_its_own_clients_alone(te
 
 def test_the_victim_of_anothers_fault_is_told_and_not_by_whom() -> None:
     full = record(offender=party(801, 8), text=XID)
-    seen = shown_to(user(7), full)
+    seen = visible_to(user(7), full)
     assert seen["offender"]["pid"] is None and seen["offender"]["command"] == HIDDEN
     assert seen["victims"] == [703]
 
@@ -81,4 +90,54 @@ def test_the_victim_of_anothers_fault_is_told_and_not_by_whom() -> None:
 def test_a_record_of_ones_own_is_whole() -> None:
     full = record(offender=party(701, 7), text=XID)
     full |= {"victims": [703], "victim_uids": [7]}
-    assert shown_to(user(7), full) == full | {"victims_hidden": 0}
+    assert visible_to(user(7), full) == full | {"victims_hidden": 0}
+
+
+def test_a_user_sees_its_own_moved_clients_and_the_pauses_of_the_others() -> None:
+    moved = (MovedClient(party(701, 7), 41.5), MovedClient(party(801, 8), None, "missing: program80's copy"))
+    found = FaultRecord(1, 0.0, "d1", (GPU,), "sm-trap", moved=moved)
+    full = record_json(found, 0.0, None)
+    assert full["victims"] == [] and owners(full) == {7, 8}
+    assert full["moved"][0] == {
+        "pid": 701,
+        "start_ticks": 1,
+        "uid": 7,
+        "user": user_name(7),
+        "command": "program701",
+        "pause_ms": 41.5,
+        "why": "",
+    }
+    own, other = visible_to(user(7), full)["moved"]
+    assert own == full["moved"][0]
+    assert (other["pid"], other["pause_ms"], other["command"], other["why"]) == (None, None, HIDDEN, "")
+    assert "80" not in json.dumps([own, other])
+
+
+def test_two_contexts_of_a_moved_client_are_one_entry() -> None:
+    twice = (MovedClient(party(701, 7), 41.5), MovedClient(replace(party(701, 7)), 41.5))
+    found = FaultRecord(1, 0.0, "d1", (GPU,), "sm-trap", moved=twice)
+    assert [m["pid"] for m in record_json(found, 0.0, None)["moved"]] == [701]
+
+
+def test_a_process_that_only_the_kernel_log_names_is_for_administrators() -> None:
+    text = "NVRM: Xid (PCI:0000:01:00): 43, pid=4242, name=python, Ch 00000008"
+    sign = Evidence(Source.KERNEL_LOG, 0.0, text)
+    found = FaultRecord(1, 0.0, None, (GPU,), "unattributed-xid", logged=LoggedProcess(4242, "python"))
+    full = record_json(replace(found, evidence=(sign,)), 0.0, None)
+    assert full["offender"] == {
+        "pid": 4242,
+        "start_ticks": None,
+        "uid": None,
+        "user": None,
+        "command": "python",
+    }
+    assert owners(full) == frozenset()
+    said = json.dumps(visible_to(user(7), full))
+    assert "4242" not in said and "python" not in said
+
+
+def test_a_record_of_an_earlier_release_has_no_moved_clients() -> None:
+    full = record(offender=party(701, 7), text=XID)
+    del full["moved"]
+    assert owners(full) == {7, 8}
+    assert visible_to(user(7), full)["victims"] == [703]

@@ -1,4 +1,4 @@
-"""Processes: identity, how they stand, what lies where."""
+"""Processes: identity, liveness, memory maps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from mpsd import adoption, procs
-from mpsd.errors import AmbiguousError, BusyError, NotFoundError
-from mpsd.linux import procfs
-from mpsd.model import LiesThere, Liveness, ProcessInstance
+from mpsd.base.errors import AmbiguousError, BusyError, NotFoundError
+from mpsd.base.model import AddressKind, Liveness, ProcessInstance
+from mpsd.daemon import adoption
+from mpsd.os import processes, procfs
 
 Child = subprocess.Popen[bytes]
 
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    """A process that says a byte once it runs, and again after each byte it is sent."""
+    """A process that sends a byte once it runs, and again after each byte it is sent."""
     program = (
         "import sys\nwhile True:\n sys.stdout.buffer.write(b'.'); sys.stdout.flush()\n"
         " if not sys.stdin.read(1): break"
@@ -50,87 +50,87 @@ def test_the_comm_field_may_hold_anything() -> None:
 
 
 def test_a_process_is_pinned_with_its_life(child: Child) -> None:
-    with procs.Pinned.open(child.pid) as pinned:
+    with processes.Pinned.open(child.pid) as pinned:
         assert pinned.pid == child.pid and pinned.alive()
         assert not os.get_inheritable(pinned.fileno())
-        with procs.Pinned.open(child.pid, pinned.instance.start_ticks) as again:
+        with processes.Pinned.open(child.pid, pinned.instance.start_ticks) as again:
             assert again.instance == pinned.instance
         with pytest.raises(AmbiguousError):
-            procs.Pinned.open(child.pid, pinned.instance.start_ticks + 1)
+            processes.Pinned.open(child.pid, pinned.instance.start_ticks + 1)
         assert pinned.signal(signal.SIGKILL)
         assert asyncio.run(pinned.ended(20))
         child.wait()
         assert not pinned.alive()
         assert not pinned.signal(signal.SIGKILL)
     with pytest.raises(NotFoundError):
-        procs.Pinned.open(child.pid, pinned.instance.start_ticks)
+        processes.Pinned.open(child.pid, pinned.instance.start_ticks)
 
 
 def test_a_failed_pin_leaves_no_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(AmbiguousError):
-        procs.Pinned.open(os.getpid(), 1)
+        processes.Pinned.open(os.getpid(), 1)
     assert os.listdir("/proc/self/fd") == before
 
 
 def test_who_has_no_descriptor_left_does_not_take_the_living_for_dead(
     child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    living = procs.Pinned.open(child.pid)
+    living = processes.Pinned.open(child.pid)
     living.close()
     spent = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     monkeypatch.setattr(os, "pidfd_open", Mock(side_effect=spent))
     with pytest.raises(BusyError, match="Too many open files") as told:
-        procs.Pinned.open(child.pid)
+        processes.Pinned.open(child.pid)
     assert "LimitNOFILE" in told.value.remedy
     with pytest.raises(BusyError):
         adoption._alive(living.instance)
 
 
 def test_waiting_for_an_end_has_a_deadline(child: Child) -> None:
-    with procs.Pinned.open(child.pid) as pinned:
+    with processes.Pinned.open(child.pid) as pinned:
         assert not asyncio.run(pinned.ended(0.01))
 
 
 def test_facts_of_a_process(child: Child) -> None:
-    facts = procs.facts(child.pid)
+    facts = processes.facts(child.pid)
     assert facts.instance == ProcessInstance(child.pid, procfs.start_ticks(child.pid))
     assert (facts.ppid, facts.uid, facts.gid) == (os.getpid(), os.geteuid(), os.getegid())
     assert facts.command.startswith(f"{sys.executable} -c import sys")
     assert facts.exe == os.path.realpath(sys.executable)
     assert facts.cgroup.startswith("/")
     assert child.pid in procfs.children(os.getpid())
-    memory = procs.host_memory(child.pid)
+    memory = processes.host_memory(child.pid)
     assert memory is not None and memory > 1 << 20
 
 
 def test_nothing_is_known_of_a_process_that_is_not_there() -> None:
     gone = ProcessInstance(2**22 + 1, 1)
-    for ask in (procs.facts, procs.maps):
+    for ask in (processes.facts, processes.maps):
         with pytest.raises(NotFoundError):
             ask(gone.pid)
     with pytest.raises(NotFoundError):
-        procs.exec_identity(gone)
-    assert procs.liveness(gone) is Liveness.DEAD
-    assert procs.host_memory(gone.pid) is None
-    assert procs.environment_value(gone.pid, "PATH") is None
-    assert procs.where(1 << 40, gone) is LiesThere.UNKNOWN
+        processes.exec_identity(gone)
+    assert processes.liveness(gone) is Liveness.DEAD
+    assert processes.host_memory(gone.pid) is None
+    assert processes.environment_value(gone.pid, "PATH") is None
+    assert processes.mapping_at(1 << 40, gone) is AddressKind.UNKNOWN
 
 
 def test_stopped_continued_and_dead(child: Child) -> None:
     instance = ProcessInstance(child.pid, procfs.start_ticks(child.pid))
-    assert procs.liveness(instance) is Liveness.RUNNING
+    assert processes.liveness(instance) is Liveness.RUNNING
     os.kill(child.pid, signal.SIGSTOP)
     os.waitpid(child.pid, os.WUNTRACED)
-    assert procs.liveness(instance) is Liveness.STOPPED
+    assert processes.liveness(instance) is Liveness.STOPPED
     os.kill(child.pid, signal.SIGCONT)
     os.waitpid(child.pid, os.WCONTINUED)
-    assert procs.liveness(instance) is Liveness.RUNNING
-    assert procs.liveness(ProcessInstance(child.pid, instance.start_ticks - 1)) is Liveness.DEAD
+    assert processes.liveness(instance) is Liveness.RUNNING
+    assert processes.liveness(ProcessInstance(child.pid, instance.start_ticks - 1)) is Liveness.DEAD
     os.kill(child.pid, signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    # A zombie has a stat line, and is dead all the same.
-    assert procs.liveness(instance) is Liveness.DEAD
+    # A zombie has a stat line, and still counts as dead.
+    assert processes.liveness(instance) is Liveness.DEAD
 
 
 def test_a_traced_process_shows(child: Child) -> None:
@@ -139,10 +139,10 @@ def test_a_traced_process_shows(child: Child) -> None:
     if libc.ptrace(seize, child.pid, None, None) != 0:
         pytest.skip("this machine does not allow ptrace of a child")
     instance = ProcessInstance(child.pid, procfs.start_ticks(child.pid))
-    assert procs.liveness(instance) is Liveness.TRACED
+    assert processes.liveness(instance) is Liveness.TRACED
     os.kill(child.pid, signal.SIGSTOP)
     os.waitpid(child.pid, os.WUNTRACED)
-    assert procs.liveness(instance) is Liveness.TRACED
+    assert processes.liveness(instance) is Liveness.TRACED
     libc.ptrace(detach, child.pid, None, ctypes.c_void_p(0))
 
 
@@ -176,7 +176,7 @@ def test_a_frozen_cgroup_shows(
     monkeypatch.setattr(procfs, "cgroups", lambda pid: (row,))
     monkeypatch.setattr(procfs, "cgroup_mounts", lambda: (root, None) if version == 2 else (None, root))
     instance = ProcessInstance(os.getpid(), procfs.start_ticks(os.getpid()))
-    assert procs.liveness(instance) is (Liveness.FROZEN if expected else Liveness.RUNNING)
+    assert processes.liveness(instance) is (Liveness.FROZEN if expected else Liveness.RUNNING)
 
 
 def test_an_exec_shows_though_pid_and_start_stay() -> None:
@@ -191,12 +191,12 @@ def test_an_exec_shows_though_pid_and_start_stay() -> None:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.readline()
         instance = ProcessInstance(process.pid, procfs.start_ticks(process.pid))
-        before = procs.exec_identity(instance)
-        assert procs.exec_identity(instance) == before
+        before = processes.exec_identity(instance)
+        assert processes.exec_identity(instance) == before
         process.stdin.write(b"\n")
         process.stdin.flush()
         process.stdout.readline()
-        assert procs.exec_identity(instance) != before
+        assert processes.exec_identity(instance) != before
         assert procfs.start_ticks(process.pid) == instance.start_ticks
         process.kill()
 
@@ -207,9 +207,9 @@ def test_the_environment_of_another_process() -> None:
     with subprocess.Popen(program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         # The kernel shows the environment a moment after exec has closed the parent's pipe.
         assert process.stdout is not None and process.stdout.readline()
-        assert procs.environment_value(process.pid, "CUDA_MPS_PIPE_DIRECTORY") == "/run/x y"
-        assert procs.environment_value(process.pid, "ODD") == "a=b"
-        assert procs.environment_value(process.pid, "NONE") is None
+        assert processes.environment_value(process.pid, "CUDA_MPS_PIPE_DIRECTORY") == "/run/x y"
+        assert processes.environment_value(process.pid, "ODD") == "a=b"
+        assert processes.environment_value(process.pid, "NONE") is None
         process.kill()
 
 
@@ -230,13 +230,15 @@ def test_what_lies_at_an_address() -> None:
     length = 1 << 30
     reserved = libc.mmap(None, ctypes.c_size_t(length), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     try:
-        assert procs.where(0, me) is LiesThere.NULL_PAGE
-        assert procs.where(0xFFFF, me) is LiesThere.NULL_PAGE
-        assert procs.where(reserved + length // 2, me) is LiesThere.FREED
-        assert procs.where(id(me), me) is LiesThere.HOST_MAPPING
-        assert procs.where(0x10000, me) is LiesThere.UNKNOWN
-        assert procs.where(0xDEAD << 48, me) is LiesThere.UNKNOWN
-        assert procs.where(id(me), ProcessInstance(me.pid, me.start_ticks + 1)) is LiesThere.UNKNOWN
+        assert processes.mapping_at(0, me) is AddressKind.NULL_PAGE
+        assert processes.mapping_at(0xFFFF, me) is AddressKind.NULL_PAGE
+        assert processes.mapping_at(reserved + length // 2, me) is AddressKind.FREED
+        assert processes.mapping_at(id(me), me) is AddressKind.HOST_MAPPING
+        assert processes.mapping_at(0x10000, me) is AddressKind.UNKNOWN
+        assert processes.mapping_at(0xDEAD << 48, me) is AddressKind.UNKNOWN
+        assert (
+            processes.mapping_at(id(me), ProcessInstance(me.pid, me.start_ticks + 1)) is AddressKind.UNKNOWN
+        )
     finally:
         libc.munmap(reserved, length)
 
@@ -250,13 +252,13 @@ def test_long_command_lines_and_maps_are_cut(monkeypatch: pytest.MonkeyPatch) ->
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as child:
         assert child.stdin is not None and child.stdout is not None
-        # Until the new program works: before that it is a copy of this one, or still being loaded.
+        # Wait until the new program works: before that it is a copy of this one, or still being loaded.
         child.stdin.write(b"there\n")
         child.stdin.flush()
         assert child.stdout.readline() == b"there\n"
         assert sum(map(len, procfs.command_line(child.pid))) < procfs.COMMAND_LIMIT
-        assert len(procs.facts(child.pid).command) <= procfs.COMMAND_LIMIT
-        assert procs.facts(child.pid, "[not read]").command == "[not read]"
+        assert len(processes.facts(child.pid).command) <= procfs.COMMAND_LIMIT
+        assert processes.facts(child.pid, "[not read]").command == "[not read]"
         whole = procfs.map_lines(child.pid)
         assert not whole.truncated
         monkeypatch.setattr(procfs, "MAPS_LIMIT", 3)
@@ -265,10 +267,10 @@ def test_long_command_lines_and_maps_are_cut(monkeypatch: pytest.MonkeyPatch) ->
         second = procfs.parse_map(whole.lines[1]).start
         low = procfs.map_lines(child.pid, second)
         assert (low.lines, low.truncated) == (whole.lines[:1], False)
-        # What lies behind the mappings that were read is not known.
+        # Mappings beyond the last one read are not known.
         last = procfs.parse_map(whole.lines[-1]).start
-        instance = procs.facts(child.pid).instance
-        assert procs.where(last, instance) is LiesThere.UNKNOWN
+        instance = processes.facts(child.pid).instance
+        assert processes.mapping_at(last, instance) is AddressKind.UNKNOWN
         child.kill()
 
 
@@ -279,21 +281,21 @@ def test_long_command_lines_and_maps_are_cut(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_borrowed_user_shows(
     monkeypatch: pytest.MonkeyPatch, real: int, effective: int, saved: int, borrowed: bool
 ) -> None:
-    me = procs.facts(os.getpid())
+    me = processes.facts(os.getpid())
     assert not me.borrowed
     fields = procfs.status_fields(os.getpid())
     fields["Uid"] = f"{real}\t{effective}\t{saved}\t{effective}"
     monkeypatch.setattr(procfs, "status_fields", lambda pid: fields)
-    found = procs.facts(os.getpid())
+    found = processes.facts(os.getpid())
     assert (found.uid, found.borrowed) == (effective, borrowed)
-    users = procs.users(me.instance)
+    users = processes.users(me.instance)
     assert users.all_are(7) is not borrowed
     with pytest.raises(NotFoundError):
-        procs.users(ProcessInstance(os.getpid(), 1))
+        processes.users(ProcessInstance(os.getpid(), 1))
 
 
 def test_a_process_whose_environment_cannot_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(procs, "ENVIRONMENT_DEADLINE_S", 0.1)
+    monkeypatch.setattr(processes, "ENVIRONMENT_DEADLINE_S", 0.1)
     free = threading.Event()
     real = procfs.environment
 
@@ -305,7 +307,7 @@ def test_a_process_whose_environment_cannot_be_read_hides_no_other(monkeypatch: 
         while "MPSD_TEST_MARK" not in real(child.pid):
             time.sleep(0.001)
         monkeypatch.setattr(procfs, "environment", hangs)
-        found = procs.with_environment("MPSD_TEST_MARK", "here")
+        found = processes.with_environment("MPSD_TEST_MARK", "here")
         assert [p.pid for p in found] == [child.pid]
         free.set()
         monkeypatch.setattr(procfs, "environment", real)

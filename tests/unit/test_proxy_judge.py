@@ -1,4 +1,4 @@
-"""What is said of programs without and with the proxy, from the numbers alone."""
+"""The verdict on programs without and with the proxy, from the numbers alone."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from faultinject.proxy.judge import (
-    BEATS_LEAST,
+from faultinject.campaigns.proxy.judge import (
     MEMORY_BAR,
+    MIN_BEATS,
     STEP_BAR,
     Pair,
     Side,
     are_settled,
+    block_time,
     check,
-    pace,
     ratio,
     verdict,
 )
-from faultinject.verdict import Verdict
+from faultinject.registry.verdicts import Verdict
 
 ACTIVE: Mapping[str, Any] = {
     "state": "active",
@@ -42,7 +42,7 @@ def slower(side: Side, factor: float) -> Side:
 
 
 def said(pair: Pair, *, bars: bool = True) -> tuple[Verdict, list[str]]:
-    """The verdict, and the laws that did not say valid."""
+    """Return the verdict, and the laws that were not valid."""
     findings = check(pair, bars=bars)
     return verdict(findings), [f.law for f in findings if f.verdict is not Verdict.VALID]
 
@@ -78,7 +78,7 @@ def test_what_validation_has_seen_is_judged(
     seen: Mapping[str, Any], said_of_it: tuple[Verdict, list[str]]
 ) -> None:
     stats = {**ACTIVE, "validation": {**SEEN, **seen}}
-    # However long it took, and whatever it needed for that.
+    # This holds however long it took, and whatever memory it needed.
     slow = replace(slower(PROXIED, 50), memory=GIB * 2, stats=stats)
     assert said(replace(PAIR, mode="validate", proxied=slow)) == said_of_it
 
@@ -143,7 +143,7 @@ def test_noise_above_a_bound_leaves_it_unknown() -> None:
         (replace(PLAIN, memory=GIB * 103 // 100), "memory same"),
     ):
         assert said(replace(PAIR, again=again)) == (Verdict.UNKNOWN, [law])
-        # Nor is it an excuse to call the proxy slow.
+        # The noise does not make the proxy slow either.
         slow = replace(slower(PROXIED, 1.03), memory=GIB * 104 // 100)
         assert law not in [
             f.law
@@ -175,17 +175,17 @@ def test_too_few_rounds_are_unknown() -> None:
 
 
 def test_a_block_counts_with_its_beats_that_nothing_has_disturbed() -> None:
-    quiet = [0.005] * BEATS_LEAST
-    assert pace([0.16, 0.3, 0.2], []) == 0.2
-    assert pace([0.16], quiet[1:]) == 0.16
-    assert pace([0.16], quiet) == 0.005
-    # However long the others took.
-    assert pace([0.16], [*quiet, *[0.05] * 100]) == 0.005
-    assert pace([0.16], [*quiet, *[0.05] * 1000]) == 0.05
+    quiet = [0.005] * MIN_BEATS
+    assert block_time([0.16, 0.3, 0.2], []) == 0.2
+    assert block_time([0.16], quiet[1:]) == 0.16
+    assert block_time([0.16], quiet) == 0.005
+    # This holds however long the other beats took.
+    assert block_time([0.16], [*quiet, *[0.05] * 100]) == 0.005
+    assert block_time([0.16], [*quiet, *[0.05] * 1000]) == 0.05
 
 
 def test_a_ratio_is_of_the_same_round() -> None:
-    # The machine gets slower all the time: of neighbours in time nothing shows of it.
+    # The machine gets slower all the time, but ratios of neighbours in time do not show it.
     plain = tuple(0.010 * 1.1**i for i in range(8))
     found = ratio(tuple(b * 1.002 for b in plain), plain)
     assert found is not None

@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
-from faultinject.proxy import deaths
-from faultinject.proxy.numba_plugin import in_shard
-from faultinject.proxy.numba_suite import Options, combine, differing, judge, reasons, sort_out, under_way
+from faultinject.campaigns.proxy import deaths
+from faultinject.campaigns.proxy.numba_plugin import in_shard
+from faultinject.campaigns.proxy.numba_suite import (
+    Options,
+    classify_repeated,
+    combine,
+    differing,
+    judge,
+    reasons,
+    under_way,
+)
 
 PROXY = {"proxy": True, "stats": {"state": "active", "reason": ""}}
 NONE = {"proxy": False, "stats": None}
@@ -84,7 +92,7 @@ def test_only_tests_of_both_sides_can_differ() -> None:
 def test_repeated_outcomes_tell_a_change_from_an_unsteady_test(
     plain: list[str], proxied: list[str], means: str
 ) -> None:
-    assert sort_out(plain, proxied) == means
+    assert classify_repeated(plain, proxied) == means
 
 
 def seen(**changes: Any) -> dict[str, Any]:
@@ -111,7 +119,7 @@ DOUBTFUL = {"plain": ["passed"] * 3, "proxied": ["failed", "passed", "passed"]}
         (
             seen(proxied={"processes": [{"proxy": True, "stats": {"state": "aside", "reason": "why"}}]}),
             "invalid",
-            "stepped aside: why",
+            "passes calls through: why",
         ),
         (seen(plain={"processes": [PROXY]}), "invalid", "to run without the proxy had it"),
         (seen(proxied={"outcomes": {"a": "passed"}}), "invalid", "2 tests ran on one side only"),

@@ -1,11 +1,9 @@
-"""Rounds within a process: which steps count, what is said of their ratios, and how the report tells it.
-
-Long because what is counted, judged and told is tried on the same made-up rounds.
-"""
+"""Rounds within a process: which steps count, the verdict on their ratios, and the report of it."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +12,9 @@ from typing import Any
 import pytest
 
 from faultinject.__main__ import main, parser
-from faultinject.programs import paired
-from faultinject.proxy import entries, reports
-from faultinject.proxy.command import Plan
-from faultinject.proxy.judge import (
-    BEATS_LEAST,
-    BLOCKS,
+from faultinject.campaigns.proxy import entries, reports
+from faultinject.campaigns.proxy.command import Plan
+from faultinject.campaigns.proxy.judge import (
     ERRORS,
     STEP_BAR,
     TRAINING_BAR,
@@ -30,16 +25,28 @@ from faultinject.proxy.judge import (
     check,
     standard_error,
 )
-from faultinject.proxy.pairs import Rounds
-from faultinject.proxy.within import BEATS_EACH, Shape, counted, of_round, order, shape, turns
-from faultinject.verdict import Verdict
-from mpsd.errors import UsageError
+from faultinject.campaigns.proxy.pairs import Rounds
+from faultinject.evidence import files
+from faultinject.programs import paired
+from faultinject.programs.pairing.rounds import (
+    BEATS_EACH,
+    BLOCKS,
+    MIN_BEATS,
+    Shape,
+    beat_blocks,
+    block_order,
+    counted_times,
+    round_times,
+    shape,
+)
+from faultinject.registry.verdicts import Verdict
+from mpsd.base.errors import UsageError
 
 ROUNDS = 27
 
 
 def within(median: float, spread: float = 0.0, noise: float = 1.0, rounds: int = ROUNDS) -> Within:
-    """Ratios that lie `spread` above and below the median by turns, and blocks past it `noise` apart."""
+    """Return ratios alternately `spread` above and below the median, and bypass blocks `noise` apart."""
     past = tuple(0.01 * 1.01**number for number in range(rounds))
     again = tuple(seconds * noise for seconds in past)
     ratios = [median + spread * (number // len(BLOCKS) % 3 - 1) for number in range(rounds)]
@@ -47,7 +54,7 @@ def within(median: float, spread: float = 0.0, noise: float = 1.0, rounds: int =
     return Within(past, through, again, functions=9)
 
 
-# Between the processes everything is as slow and as noisy as can be: nothing is judged by that.
+# Between the processes everything is as slow and noisy as possible: the verdict does not use it.
 PLAIN = Side("abc", None, (0.01,) * 9)
 AGAIN = Side("abc", None, (0.02,) * 9)
 VAULT = {"vault_bytes": 0, "vault_taken": 1, "vault_refused": 0, "vault_lost": 0}
@@ -87,7 +94,7 @@ def test_a_bar_nearer_than_twice_the_error_of_the_median_leaves_it_unknown(beyon
     assert 0.001 < doubt < STEP_BAR
     near, far = (1 + STEP_BAR + beyond * by * doubt for by in (0.9, 1.1))
     verdict, text = said(within(near, spread))
-    assert verdict is Verdict.UNKNOWN and text.endswith(f"known to {doubt:.4f}: too near to 1.01")
+    assert verdict is Verdict.UNKNOWN and text.endswith(f"known to {doubt:.4f}: too close to 1.01")
     assert said(within(far, spread))[0] is (Verdict.INVALID if beyond > 0 else Verdict.VALID)
 
 
@@ -95,7 +102,7 @@ def test_what_two_blocks_past_the_proxy_differ_by_is_doubt_and_too_much_of_it_is
     assert said(within(1.007, noise=1.002))[0] is Verdict.VALID
     assert said(within(1.007, noise=1.004))[0] is Verdict.UNKNOWN
     assert said(within(1.007, noise=0.996))[0] is Verdict.UNKNOWN
-    # Nor is the proxy called slow by such blocks.
+    # Such blocks do not make the proxy slow either.
     for noise in (0.99, 1.006):
         verdict, text = said(within(1.2, noise=noise))
         assert verdict is Verdict.UNKNOWN and text.startswith("past the proxy one block took ")
@@ -106,10 +113,10 @@ def test_few_rounds_and_functions_that_are_the_drivers_own_say_nothing() -> None
     assert said(few) == (Verdict.UNKNOWN, f"fewer than {WITHIN_LEAST} rounds were timed within the process")
     assert said(within(1.0, rounds=WITHIN_LEAST))[0] is Verdict.VALID
     none = replace(within(1.0), functions=0)
-    # Passing all calls on, the proxy has no functions of its own there.
+    # In pass-through the proxy has no functions of its own there.
     assert said(none)[0] is Verdict.VALID
     verdict, text = said(none, mode="vault")
-    assert verdict is Verdict.UNKNOWN and text.startswith("none of the functions ")
+    assert verdict is Verdict.UNKNOWN and text.startswith("no function that went past")
 
 
 def test_where_calls_cannot_go_past_the_proxy_that_is_no_fault_of_its() -> None:
@@ -121,10 +128,10 @@ def test_where_calls_cannot_go_past_the_proxy_that_is_no_fault_of_its() -> None:
 @pytest.mark.parametrize("rounds", [WITHIN_LEAST + 1, 60])
 @pytest.mark.parametrize("first", [0.97, 1.02])
 def test_what_the_first_block_of_a_round_takes_more_is_nobodys(first: float, rounds: int) -> None:
-    """Each is the first by turns: the median of all ratios alone would be that of the other two orders."""
+    """Each block comes first in turn; a plain median of all ratios would be that of the other two orders."""
     times: dict[str, list[float]] = {name: [] for name in BLOCKS}
     for number in range(rounds):
-        blocks = order(number)
+        blocks = block_order(number)
         for name in BLOCKS:
             own = 1.02 if name == "through" else 1.0
             times[name].append(0.01 * own * (first if name == blocks[0] else 1.0))
@@ -152,7 +159,7 @@ def test_rounds_are_enough_when_both_medians_are_known_to_a_quarter_of_the_bar()
     assert not within(1.2, rounds=WITHIN_LEAST - 1).is_settled()
     assert not within(1.0, spread=0.01).is_settled()
     assert within(1.0, spread=0.01, rounds=600).is_settled()
-    # Of the blocks past it too: by turns they differ by 2 %, either way.
+    # This holds for the bypass blocks too: they alternate by 2 %, either way.
     past = (1.0, 1.02) * 6
     uneven = Within(past, (1.01,) * 12, past[::-1], functions=1)
     ratio = uneven.ratio()
@@ -163,25 +170,26 @@ def test_rounds_are_enough_when_both_medians_are_known_to_a_quarter_of_the_bar()
 @pytest.mark.parametrize(
     ("step_s", "beats", "exchanges", "found"),
     [
-        # Warm steps are a tenth of those that count, one at least.
+        # Warm steps are a tenth of the counted steps, and at least one.
         (0.001, 0, False, Shape(10, 100)),
         (0.02, 0, False, Shape(1, 5)),
         (3.0, 0, False, Shape(1, 1)),
         (0.0, 0, False, Shape(200, 2000)),
-        # A step with beats enough has rounds of these, where calls may be led another way between them.
-        (0.2, BEATS_LEAST, True, Shape(0, 1, BEATS_LEAST // 6)),
+        # A step with enough beats has rounds of beats, if calls can switch between proxy and driver within
+        # it.
+        (0.2, MIN_BEATS, True, Shape(0, 1, MIN_BEATS // 6)),
         (0.2, 31, True, Shape(0, 1, 5)),
         (0.05, 31, False, Shape(1, 2)),
-        (0.05, BEATS_LEAST - 1, True, Shape(1, 2)),
+        (0.05, MIN_BEATS - 1, True, Shape(1, 2)),
     ],
 )
 def test_which_steps_of_a_block_count(step_s: float, beats: float, exchanges: bool, found: Shape) -> None:
     assert shape(step_s, beats, 2000, exchanges=exchanges) == found
-    assert found.of_round == (1 if found.rounds else 3 * (found.warm + found.steps))
+    assert found.steps_per_round == (1 if found.rounds else 3 * (found.warm + found.steps))
 
 
 def test_no_block_is_always_the_first() -> None:
-    rounds = [order(number) for number in range(6)]
+    rounds = [block_order(number) for number in range(6)]
     assert rounds[:3] == rounds[3:]
     assert all(sorted(one) == sorted(BLOCKS) for one in rounds)
     for place in range(3):
@@ -190,15 +198,19 @@ def test_no_block_is_always_the_first() -> None:
 
 def test_the_last_beat_of_a_block_counts_and_rounds_go_on_from_step_to_step() -> None:
     assert BEATS_EACH == 2
-    assert turns(1, 2) == [
+    assert beat_blocks(1, 2) == [
         *("through", "through", "again", "again", "past", "past"),
         *("again", "again", "past", "past", "through", "through"),
     ]
-    assert turns(0, 4)[:6] == turns(3, 1) == ["past", "past", "through", "through", "again", "again"]
-    found = counted(turns(1, 2), [9.0, 1.0, 9.0, 2.0, 9.0, 3.0, 9.0, 4.0, 9.0, 5.0, 9.0, 6.0, 7.0])
+    assert (
+        beat_blocks(0, 4)[:6] == beat_blocks(3, 1) == ["past", "past", "through", "through", "again", "again"]
+    )
+    found = counted_times(
+        beat_blocks(1, 2), [9.0, 1.0, 9.0, 2.0, 9.0, 3.0, 9.0, 4.0, 9.0, 5.0, 9.0, 6.0, 7.0]
+    )
     assert found == {"past": [3.0, 5.0], "through": [1.0, 6.0], "again": [2.0, 4.0]}
-    # A round that did not come to its end has no share in it.
-    assert counted(turns(1, 2), [9.0, 1.0, 9.0, 2.0, 9.0, 3.0, 9.0, 4.0]) == {
+    # An incomplete round does not count.
+    assert counted_times(beat_blocks(1, 2), [9.0, 1.0, 9.0, 2.0, 9.0, 3.0, 9.0, 4.0]) == {
         "past": [3.0],
         "through": [1.0],
         "again": [2.0],
@@ -208,20 +220,20 @@ def test_the_last_beat_of_a_block_counts_and_rounds_go_on_from_step_to_step() ->
 def test_a_round_of_steps_counts_with_their_medians() -> None:
     blocks = {name: {"times": [1.0, 5.0, 2.0], "cpu": 0.5} for name in BLOCKS}
     blocks["through"] = {"times": [3.0], "cpu": 0.7}
-    assert of_round({"blocks": blocks}) == (
+    assert round_times({"blocks": blocks}) == (
         {"past": [2.0], "through": [3.0], "again": [2.0]},
         {"past": [0.5], "through": [0.7], "again": [0.5]},
     )
     beats = {name: [0.1, 0.2] for name in BLOCKS}
-    assert of_round({"times": beats, "cpu": beats}) == (beats, beats)
+    assert round_times({"times": beats, "cpu": beats}) == (beats, beats)
 
 
 class Way:
-    """In place of what leads calls past a proxy."""
+    """A fake switch between the proxy and the driver."""
 
     is_past = False
 
-    def go(self, *, past: bool) -> None:
+    def switch(self, *, past: bool) -> None:
         self.is_past = past
 
     def differing(self) -> int:
@@ -231,7 +243,7 @@ class Way:
 
 
 class Steps:
-    """A work that notes whether its calls went past the proxy in each step, and gives that as a beat."""
+    """A workload that notes per step whether its calls bypassed the proxy, and returns that as a beat."""
 
     def __init__(self, way: Way) -> None:
         self.way = way
@@ -252,11 +264,11 @@ def test_a_round_does_each_block_the_way_it_is_named_and_leaves_calls_with_the_p
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     way = Way()
-    monkeypatch.setattr("faultinject.proxy.past.find", lambda: way)
+    monkeypatch.setattr("faultinject.programs.pairing.bypass.find_bypass", lambda: way)
     work = Steps(way)
     rounds = paired.Rounds(work)
-    blocks = rounds.run({"blocks": order(1), "warm": 1, "steps": 2})
-    assert order(1) == ("through", "again", "past")
+    blocks = rounds.run({"blocks": block_order(1), "warm": 1, "steps": 2})
+    assert block_order(1) == ("through", "again", "past")
     assert work.seen == [False] * 3 + [True] * 6
     assert {name: found["beats"] for name, found in blocks.items()} == {
         "through": [0.0] * 2,
@@ -269,7 +281,7 @@ def test_a_round_does_each_block_the_way_it_is_named_and_leaves_calls_with_the_p
 
 
 class Beats(Steps):
-    """Its steps have thirteen beats, each of which says whether calls went past the proxy in it."""
+    """Steps of thirteen beats, each of which tells whether its calls bypassed the proxy."""
 
     act: Callable[[], None] | None = None
 
@@ -292,11 +304,11 @@ def test_a_step_with_rounds_of_beats_leads_calls_another_way_between_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     way = Way()
-    monkeypatch.setattr("faultinject.proxy.past.find", lambda: way)
+    monkeypatch.setattr("faultinject.programs.pairing.bypass.find_bypass", lambda: way)
     work = Beats(way)
     rounds = paired.Rounds(work)
     found = rounds.run_beats({"first": 1, "rounds": 2})
-    assert work.seen == [name != "through" for name in turns(1, 2)] + [False]
+    assert work.seen == [name != "through" for name in beat_blocks(1, 2)] + [False]
     assert found["times"] == {"past": [1.0] * 2, "through": [0.0] * 2, "again": [1.0] * 2}
     assert {len(spent) for spent in found["cpu"].values()} == {2}
     assert (way.is_past, work.act, work.beats) == (False, None, [])
@@ -338,7 +350,7 @@ def test_a_report_has_columns_for_what_was_timed_within_and_is_judged_by_that() 
     assert (timed["verdict"], untimed["verdict"]) == ("valid", "unknown")
     assert timed["figures"]["within_ratio"]["median"] == pytest.approx(1.004)
     assert timed["figures"]["within_noise"]["median"] == 1.0
-    # Those between processes are told as ever.
+    # Columns of rounds between processes are unchanged.
     assert timed["figures"]["step_ratio"]["median"] == pytest.approx(5.0)
     assert "within_ratio" not in untimed["figures"]
     header, *rows = reports.table(found["programs"])
@@ -379,16 +391,30 @@ def test_a_report_without_such_rounds_does_not_speak_of_them() -> None:
     assert "within" not in reports.table(found["programs"])[0]
 
 
-KEPT = sorted((Path(reports.__file__).parent.parent / "reports").glob("*.json"))
+DATA = Path(__file__).parents[1] / "data/reports"
+FIGURES: dict[str, list[str]] = json.loads((DATA / "figures.json").read_text())
 
 
-def test_reports_that_are_kept_say_what_their_tables_say() -> None:
-    of_proxy = [path for path in KEPT if json.loads(path.read_text()).get("kind") == reports.KIND]
-    assert of_proxy
-    for path in of_proxy:
-        data = reports.load(path)
-        assert data is not None
-        assert reports.markdown(reports.judged(data)) == path.with_suffix(".md").read_text(), path.name
+def figures(data: Mapping[str, Any]) -> list[str]:
+    """Return the rows of its table, then the numbers and the verdict of each line about another part."""
+    rows = reports.table(data["programs"])[1:] if data["programs"] else []
+    numbers = (re.findall(r"\d[\d.]*\b|valid|invalid|unknown", line) for line in reports.part_lines(data))
+    return [" | ".join(row) for row in rows] + [" ".join(found) for found in numbers]
+
+
+@pytest.mark.parametrize(
+    "name", [f"proxy-{part}" for part in ("within", "validate", "deaths", "memory-end", "crowded", "numba")]
+)
+def test_a_report_of_a_real_run_keeps_its_figures(name: str) -> None:
+    """Reports of an H200; the report of numba is cut."""
+    path = DATA / f"{name}.json"
+    data = reports.load(files.read(path), path)
+    assert data is not None
+    found = reports.judged(data)
+    assert figures(found) == FIGURES[name]
+    text = reports.markdown(found)
+    assert all(f"| {row} |" in text for row in FIGURES[name] if " | " in row)
+    assert all(line in text for line in reports.part_lines(found))
 
 
 @pytest.mark.parametrize("is_within", [False, True])

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def reports(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [ROOT / "scripts" / "reports", *arguments],
-        env={**os.environ, "MPSD_PYTHON": python},
+        env={**os.environ, "MPSD_PYTHON": python, "MPSD_REVISION": "abc1234"},
         capture_output=True,
         text=True,
         timeout=110,
@@ -40,20 +40,32 @@ def test_what_is_not_asked_rightly_is_said(arguments: list[str], tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
+HISTORY = {"again", "before", "last", "more", "new", "old", "oldest"}
+
+
+def test_a_step_is_named_after_what_it_measures() -> None:
+    names = [line.split()[0] for line in reports("--list").stdout.splitlines()]
+    assert len({*names}) == len(names)
+    assert not [name for name in names if HISTORY & {*name.split("-")}]
+
+
 def test_every_step_is_a_command_of_the_harness() -> None:
     from faultinject.__main__ import parser
 
-    for line in reports("--list").stdout.splitlines():
+    lines = reports("--list").stdout.splitlines()
+    assert len(lines) > 30
+    for line in lines:
         _, limit, *words = line.split()
         assert int(limit) < 600
         parser().parse_args([*words, "--backend", "nvidia"])
 
 
 def test_a_step_that_fails_or_does_not_fit_stops_none_of_the_others(tmp_path: Path) -> None:
-    """In place of the harness, what writes its own command line as the report, and fails as `bench`."""
+    """A script in place of the harness writes its own command line as the report, and fails as `bench`."""
     harness, out = tmp_path / "harness", tmp_path / "out"
     harness.write_text(
         "#!/bin/sh\nwhole=$*\n"
+        f'case $whole in *faultinject.campaigns.table*) exec {sys.executable} "$@" ;; esac\n'
         "while [ $# -gt 0 ]; do case $1 in --json) echo $whole >$2 ;; esac; shift; done\n"
         'case $whole in *" bench "*) exit 1 ;; esac\n'
     )
@@ -63,10 +75,11 @@ def test_a_step_that_fails_or_does_not_fit_stops_none_of_the_others(tmp_path: Pa
     assert done.returncode == 1, done.stderr
     bench, matrix, deaths = done.stdout.splitlines()
     assert bench.startswith("bench: exit 1 after ") and deaths.startswith("deaths: exit 0 after ")
-    assert matrix == "matrix: not begun: it may take 420 s"
+    assert matrix == "matrix: not started: it may take 420 s"
     assert "--libcuda" not in (out / "bench.json").read_text()
     words = (out / "deaths.json").read_text()
     assert words.startswith(
         "-m faultinject proxy --programs none --deaths 200 --libcuda LIB --backend simulated "
+        "--revision abc1234 "
     )
     assert (out / "deaths.log").is_file() and not (out / "matrix.log").exists()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from mpsd.base.model import ProcessInstance
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.state import State
-from mpsd.model import ProcessInstance
-from mpsd.runtime import Runtime, doomed_at
+from mpsd.daemon.runtime import Runtime, dies_before_effect
 
 WANTED = ev.SlotWanted("s", ("GPU-a",), 0)
 STARTED = ev.DomainStarted("d1", ProcessInstance(10, 1), ProcessInstance(11, 1))
@@ -55,10 +55,11 @@ def test_state_changes_are_told_before_their_effects() -> None:
     ("environ", "expected"),
     [
         ({}, None),
-        ({"MPSD_DIE_BEFORE_EFFECT": "3"}, None),
-        ({"MPSD_FAULTINJECT": "1", "MPSD_DIE_BEFORE_EFFECT": "3"}, 3),
-        ({"MPSD_FAULTINJECT": "1", "MPSD_DIE_BEFORE_EFFECT": "soon"}, None),
+        ({"MPSD_DEBUG": "relay=off"}, None),
+        ({"MPSD_DEBUG": "relay=off,die_before_effect=3"}, 3),
+        ({"MPSD_DEBUG": "die_before_effect=soon"}, None),
+        ({"MPSD_DEBUG": "die_before_effect"}, None),
     ],
 )
-def test_only_the_harness_can_doom_a_daemon(environ: dict[str, str], expected: int | None) -> None:
-    assert doomed_at(environ) == expected
+def test_only_a_debug_field_dooms_a_daemon(environ: dict[str, str], expected: int | None) -> None:
+    assert dies_before_effect(environ) == expected

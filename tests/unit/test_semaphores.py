@@ -1,4 +1,4 @@
-"""The signs of pending work in command buffers: marks, reports, wrap-around, and what is not a sign."""
+"""The signs of pending work in command buffers: marks, reports, wrap-around, and false signs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch of the small server: who gets which slot, and when; and that its toy notices what it must."""
+"""The batch of the small server: which request gets which slot, and when; the toy detects wrong results."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faultinject.programs import serve
-from faultinject.serving import toy
-from faultinject.serving.batch import LONGEST, MOST, PROMPT, WAVE, WORDS, Batch, Request, request, wave
+from faultinject.programs.llm import serve, toy
+from faultinject.programs.llm.batch import (
+    LONGEST,
+    MOST,
+    PROMPT,
+    WAVE,
+    WORDS,
+    Batch,
+    Request,
+    request,
+    wave,
+)
 
 REQUESTS = st.lists(st.integers(1, 6), max_size=24).map(
     lambda tokens: [Request(number, (1, 2), each) for number, each in enumerate(tokens)]
@@ -23,7 +32,7 @@ REQUESTS = st.lists(st.integers(1, 6), max_size=24).map(
 def test_each_request_gets_its_tokens_in_the_order_of_arrival(
     slots: int, requests: list[Request], late: list[int]
 ) -> None:
-    """`late`: before which step each request comes, the later ones not before the earlier."""
+    """`late`: the step before which each request arrives, in ascending order."""
     arrivals = sorted((late + [0] * len(requests))[: len(requests)])
     batch, coming = Batch(slots), list(zip(arrivals, requests, strict=True))
     had: dict[int, int] = {}
@@ -34,7 +43,7 @@ def test_each_request_gets_its_tokens_in_the_order_of_arrival(
         coming = [(at, each) for at, each in coming if at > step]
         given = batch.admit()
         begun += [given[slot].number for slot in sorted(given)]
-        # Nobody waits beside a free slot, and nobody has two.
+        # No request waits beside a free slot, and none has two.
         assert len(batch.active) == slots or not batch.waiting
         numbers = [each.number for each in batch.active.values()]
         assert len({*numbers}) == len(numbers)
@@ -72,7 +81,7 @@ def test_waves_are_parts_of_one_row() -> None:
 
 
 class Memory:
-    """A driver whose memory is a bytearray, and whose kernels run so often as `times` says of each launch."""
+    """A driver with a bytearray as memory; each launch runs its kernel `times` times."""
 
     def __init__(self, times: Callable[[int], int] = lambda launch: 1) -> None:
         self._bytes = bytearray(1 << 16)
@@ -126,7 +135,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, memory: Memory, requests: list[Requ
         lambda what, number, tokens: [said[who].append(token) for who, _, token in tokens],
     )
     server = serve.Server(toy.Toy(3), 3)
-    server.hear({"requests": [each.data() for each in requests]})
+    server.accept_requests({"requests": [each.data() for each in requests]})
     while not server.batch.idle:
         server.step()
     return said
@@ -134,10 +143,10 @@ def answers(monkeypatch: pytest.MonkeyPatch, memory: Memory, requests: list[Requ
 
 def test_the_toys_tokens_are_a_function_of_the_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = wave(1, 0, 10)
-    right = {each.number: toy.answer(each.prompt, each.tokens) for each in requests}
+    right = {each.number: toy.expected_tokens(each.prompt, each.tokens) for each in requests}
     assert answers(monkeypatch, Memory(), requests) == right
     assert answers(monkeypatch, Memory(), requests[::-1]) == right
-    # They do not soon repeat each other: otherwise what went wrong could go unseen.
+    # They rarely repeat each other: otherwise an error could go unseen.
     assert all(len({*tokens}) > len(tokens) * 0.8 for tokens in right.values())
 
 

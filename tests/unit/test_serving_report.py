@@ -1,4 +1,4 @@
-"""What is heard of requests around a fault, the verdicts, and what is no such report."""
+"""Requests around a fault in a serving report, the verdicts, and files that are not such a report."""
 
 from __future__ import annotations
 
@@ -11,19 +11,31 @@ from typing import Any
 import pytest
 
 from faultinject.__main__ import main
-from faultinject.serving import reports
-from faultinject.serving.batch import Request
-from faultinject.serving.measure import AGAIN, Said, Served, by_request, fill, repeated
-from mpsd.errors import UsageError
+from faultinject.campaigns.serving import reports
+from faultinject.campaigns.serving.answers import (
+    REPEAT_OFFSET,
+    Served,
+    Token,
+    fill_figures,
+    group_by_request,
+    renumbered,
+)
+from faultinject.evidence import files
+from faultinject.programs.llm.batch import Request
+from mpsd.base.errors import UsageError
 
 RIGHT = {0: [10, 11, 12], 1: [20, 21, 22], 2: [30, 31]}
 ASKED = [Request(number, (1, 2), len(tokens)) for number, tokens in RIGHT.items()]
 
 
+def load(path: Path) -> dict[str, Any] | None:
+    return reports.load(files.read(path), path)
+
+
 def served(*said: tuple[int, float, int, int], asked: list[Request] = ASKED, at: float = 2.5) -> Served:
-    """From (life, when, number, token)."""
+    """Build the result from (life, when, number, token)."""
     one = Served("trap")
-    fill(one, by_request(asked, [Said(*each) for each in said]), RIGHT, at)
+    fill_figures(one, group_by_request(asked, [Token(*each) for each in said]), RIGHT, at)
     return one
 
 
@@ -33,7 +45,7 @@ def test_a_server_that_goes_on() -> None:
         *((0, 1.0, 1, 20), (0, 2.0, 1, 21), (0, 7.0, 1, 22)),
         *((0, 7.0, 2, 30), (0, 8.5, 2, 31)),
     )
-    # The first one was answered before, the second one had had two tokens, the third one none.
+    # Before the fault the first request was complete, the second had two tokens, the third none.
     assert [one.in_flight, one.waiting, one.completed, one.lost] == [1, 1, 2, 0]
     assert [one.wrong, one.twice, one.median, one.longest, one.again] == [0, 0, 1000.0, 5000.0, None]
 
@@ -45,9 +57,9 @@ def test_a_server_that_is_started_anew() -> None:
         *((2, 20.0, 1, 20), (2, 21.0, 1, 21), (2, 22.0, 1, 22), (2, 20.0, 2, 30), (2, 20.5, 2, 31)),
     )
     assert [one.in_flight, one.waiting, one.completed, one.lost, one.wrong] == [2, 1, 3, 0, 0]
-    # Two of the first request; of the second one, and in the third process two.
+    # Two tokens of the first request; two of the second, and two more of it in the third process.
     assert one.twice == 2 + 1 + 2
-    # Who waits for the third token of the second request has waited since its second one was heard first.
+    # The wait for the third token of the second request counts from the first arrival of its second token.
     assert [one.longest, one.again] == [10500.0, 7500.0]
 
 
@@ -62,9 +74,9 @@ def test_nothing_was_heard() -> None:
 
 
 def test_requests_that_are_asked_for_once_more() -> None:
-    more = repeated(ASKED[2:], 2)
-    assert [each.number for each in more] == [2 + 2 * AGAIN]
-    one = served((0, 3.0, 2 + 2 * AGAIN, 30), (0, 4.0, 2 + 2 * AGAIN, 31), asked=more)
+    more = renumbered(ASKED[2:], 2)
+    assert [each.number for each in more] == [2 + 2 * REPEAT_OFFSET]
+    one = served((0, 3.0, 2 + 2 * REPEAT_OFFSET, 30), (0, 4.0, 2 + 2 * REPEAT_OFFSET, 31), asked=more)
     assert [one.completed, one.wrong] == [1, 0]
 
 
@@ -82,13 +94,13 @@ def fault(mode: str = "moved", **changes: object) -> dict[str, Any]:
         ("moved", [], "invalid: there was no fault"),
         ("moved", [fault(), fault(lost=1)], "invalid: requests were not answered"),
         ("moved", [fault(wrong=1)], "invalid: tokens differ"),
-        ("moved", [fault(told=1)], "invalid: the server met an error"),
-        ("moved", [fault(starts=1)], "invalid: the server met an error, or was started anew"),
+        ("moved", [fault(told=1)], "invalid: the server got an error"),
+        ("moved", [fault(starts=1)], "invalid: the server got an error, or was restarted"),
         ("moved", [fault(in_flight=0)], "invalid: no request was in flight"),
         ("moved", [fault(problem="silent", in_flight=0)], "invalid: silent"),
         ("restarted", [fault("restarted", wrong=1)], "invalid: tokens differ"),
         ("restarted", [fault("restarted", lost=1)], "invalid: requests were not answered"),
-        ("restarted", [fault("restarted", starts=0)], "invalid: the server was not started anew"),
+        ("restarted", [fault("restarted", starts=0)], "invalid: the server was not restarted"),
     ],
 )
 def test_what_is_no_good_is_said(mode: str, faults: list[dict[str, Any]], verdict: str) -> None:
@@ -165,10 +177,10 @@ def test_another_form_is_refused(change: Callable[[Any], None], says: str, tmp_p
     change(data)
     (tmp_path / "report.json").write_text(json.dumps(data))
     with pytest.raises(UsageError, match="is no report of this program") as refused:
-        reports.load(tmp_path / "report.json")
+        load(tmp_path / "report.json")
     assert says in str(refused.value)
     (tmp_path / "other.json").write_text('{"kind": "proxy"}')
-    assert reports.load(tmp_path / "other.json") is None
+    assert load(tmp_path / "other.json") is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The simulated kernel part, with a clock of the test's own."""
+"""The simulated kernel module, with a clock of the test's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpsd.gpu.simulated.isolation import PATIENCE, KernelPart
+from mpsd.gpu.simulated.machine.isolation import PATIENCE, KernelModule
 from tests.unit.test_sim_machine import OTHER, A, B, Node, target
 
 DEADLINE_S = 2.0
@@ -17,14 +17,14 @@ DEADLINE_MS = DEADLINE_S * 1e3
 @pytest.fixture
 def here() -> Iterator[Node]:
     made = Node()
-    made.machine.kernel_part = part = KernelPart(made.machine, DEADLINE_S)
+    made.machine.kernel_part = part = KernelModule(made.machine, DEADLINE_S)
     part.mode = "isolate"
     yield made
     for space in list(made.machine.spaces.values()):
         space.memory.destroy()
 
 
-def part_of(here: Node) -> KernelPart:
+def part_of(here: Node) -> KernelModule:
     assert here.machine.kernel_part is not None
     return here.machine.kernel_part
 
@@ -62,7 +62,7 @@ def test_a_storm_does_not_push_out_the_records_of_others(here: Node) -> None:
 
 
 def test_whom_the_kernel_part_gave_up_gets_the_drivers_answer(here: Node) -> None:
-    """Its process cannot be killed, say: it has had its time."""
+    """Its process cannot be killed, for example: its time is over."""
     here.launch(here.b, "store", address=NOWHERE)
     here.pass_ms((PATIENCE + 1) * DEADLINE_MS + 100)
     assert actions(here) == ["sunk", "kill", "give up"]
@@ -97,7 +97,7 @@ def test_everything_else_is_the_drivers_answer(here: Node, mode: str, kind: str,
 
 
 def test_who_is_alone_meets_its_own_error(here: Node) -> None:
-    """A program outside MPS, or the last client of its server: nobody else is harmed."""
+    """The client is a program outside MPS, or the last client of its server: no other client is harmed."""
     outside = here.client(OTHER, mps=False)
     here.launch(outside, "store", address=NOWHERE)
     here.pass_ms(400)

@@ -1,7 +1,4 @@
-"""Every row of the measured table, on the simulated GPU with a clock of the test's own.
-
-Long because the table is long: one test or parameter for each row, all on the same small node.
-"""
+"""Every row of the measured table, on the simulated GPU with a clock of the test's own."""
 
 from __future__ import annotations
 
@@ -12,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from mpsd.gpu.simulated import node, semantics
-from mpsd.gpu.simulated.halts import Halt
-from mpsd.gpu.simulated.machine import MAX_CLIENTS, Machine
-from mpsd.gpu.simulated.parts import Kernel, Refused, Server, Space, Unit
-from mpsd.model import Access, UvmEvent, UvmFaultType
+from mpsd.base.model import Access, UvmEvent, UvmFaultType
+from mpsd.gpu.simulated import node
+from mpsd.gpu.simulated.machine import semantics
+from mpsd.gpu.simulated.machine.halts import Halt
+from mpsd.gpu.simulated.machine.machine import MAX_CLIENTS, Machine
+from mpsd.gpu.simulated.machine.parts import Kernel, Refused, Server, Space, Unit
 
 A, B, C, OTHER, SERVER = 101, 102, 103, 104, 100
 GIB = 1 << 30
@@ -24,7 +22,7 @@ GIB = 1 << 30
 
 @dataclass
 class Recorder:
-    """A sink that remembers, with the time in milliseconds."""
+    """A listener that records events, with the time in milliseconds."""
 
     now: list[float] = field(default_factory=lambda: [0.0])
     events: list[tuple[int, UvmEvent]] = field(default_factory=list)
@@ -76,7 +74,7 @@ class Node:
         return space
 
     def pass_ms(self, ms: float) -> None:
-        """Let time go by, one millisecond at a time, so that answers are dated."""
+        """Let time pass, one millisecond at a time, so that answers are dated."""
         end = self.machine.timers.now + ms / 1000
         while self.machine.timers.now < end - 1e-9:
             self.sink.now[0] = round(self.machine.timers.now * 1000) + 1
@@ -87,7 +85,7 @@ class Node:
         self.machine.when_idle(space, 1)
 
     def die(self, space: Space, *, leased: bool = False) -> None:
-        """The process ends: its connection and its own descriptors close."""
+        """End the process: its connection and its own descriptors close."""
         if not leased:
             space.va = space.mm = 0
         self.machine.disconnect(space)
@@ -149,7 +147,7 @@ def test_a_stray_access_kills_everybody_and_its_tracker_knows_at_once(here: Node
     for pid in (A, B):
         error, at = here.answer(pid) or (0, 0.0)
         assert error == 700 and 142 <= at <= 157
-    # The line of the kernel log names the innocent.
+    # The line of the kernel log names the innocent client.
     ((number, named, text),) = here.sink.xids
     assert (number, named) == (31, A)
     assert f"@ 0x{address >> 32:x}_{address & 0xFFFFFFFF:08x}" in text

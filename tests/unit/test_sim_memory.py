@@ -1,4 +1,4 @@
-"""The simulated GPU's address spaces: what lies where, and what an access to it does."""
+"""The simulated GPU's address spaces: mappings, and the effect of an access."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpsd.gpu.simulated import semantics
-from mpsd.gpu.simulated.memory import (
+from mpsd.base.model import UvmFaultType
+from mpsd.gpu.simulated.machine import semantics
+from mpsd.gpu.simulated.machine.memory import (
     GRANULE,
     WINDOW_BASE,
     AddressMap,
@@ -18,7 +19,6 @@ from mpsd.gpu.simulated.memory import (
     Violation,
     increment,
 )
-from mpsd.model import UvmFaultType
 
 
 @pytest.fixture

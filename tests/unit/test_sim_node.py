@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.errors import GpuError, NotRunningError, UsageError
+from mpsd.base.errors import GpuError, NotRunningError, UsageError
 from mpsd.gpu.simulated import node, packets, paths
 from mpsd.gpu.simulated.__main__ import main
 from mpsd.gpu.simulated.backend import open_simulated, stop_simulated
-from mpsd.gpu.simulated.timers import Timers
+from mpsd.gpu.simulated.machine.timers import Timers
 
 
 def test_a_configuration_is_kept(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The state file: whole or not at all, whatever happens to the disk."""
+"""The state file: written whole or not at all, whatever happens to the disk."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.errors import StoreError
-from mpsd.statefile import StateFile
+from mpsd.base.errors import StoreError
+from mpsd.records.statefile import StateFile
 
 
 def state_file(tmp_path: Path, level: int = 1) -> StateFile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from mpsd.core import events as ev
-from mpsd.tasks import Tasks
+from mpsd.os.tasks import Tasks
 
 
 def test_a_task_that_fails_is_counted_and_one_that_is_cancelled_is_not() -> None:

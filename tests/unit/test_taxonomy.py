@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mpsd.core import taxonomy as tx
-from mpsd.errors import NotFoundError
-from mpsd.model import Access, LiesThere, UvmFaultType, UvmReason
+from mpsd.base.errors import NotFoundError
+from mpsd.base.model import Access, AddressKind, UvmFaultType, UvmReason
+from mpsd.core.faults import taxonomy as tx
 from tests.support.core import MISALIGNED, OUT_OF_RANGE, REGISTER, STACK, mmu_text, uvm
 
 NAMES = """
@@ -47,11 +47,11 @@ def test_device_class(xid: int, name: str | None) -> None:
     ("event", "lies_there", "name"),
     [
         (uvm(), None, "mmu-invalid-address"),
-        (uvm(), LiesThere.FREED, "mmu-use-after-unmap"),
-        (uvm(), LiesThere.HOST_MAPPING, "mmu-invalid-address"),
+        (uvm(), AddressKind.FREED, "mmu-use-after-unmap"),
+        (uvm(), AddressKind.HOST_MAPPING, "mmu-invalid-address"),
         (uvm(fault_type=UvmFaultType.INVALID_PDE), None, "mmu-invalid-address"),
         (uvm(address=0), None, "mmu-null"),
-        (uvm(address=0xFFFF), LiesThere.FREED, "mmu-null"),
+        (uvm(address=0xFFFF), AddressKind.FREED, "mmu-null"),
         (uvm(address=0x10000), None, "mmu-invalid-address"),
         (uvm(fault_type=UvmFaultType.WRITE), None, "mmu-permission"),
         (uvm(fault_type=UvmFaultType.ATOMIC, access=Access.ATOMIC), None, "mmu-permission"),
@@ -59,7 +59,7 @@ def test_device_class(xid: int, name: str | None) -> None:
         (uvm(address=8, fault_type=UvmFaultType.WRITE), None, "mmu-permission"),
     ],
 )
-def test_classify_uvm(event: object, lies_there: LiesThere | None, name: str) -> None:
+def test_classify_uvm(event: object, lies_there: AddressKind | None, name: str) -> None:
     assert tx.classify_uvm(event, lies_there) == name  # type: ignore[arg-type]
 
 
@@ -105,5 +105,5 @@ def test_explain_tells_what_the_row_says() -> None:
 def test_explain_names_the_nearest_class() -> None:
     with pytest.raises(NotFoundError, match="did you mean 'sm-misaligned'"):
         tx.explain("sm-missaligned")
-    with pytest.raises(NotFoundError, match="one of: mmu-invalid-address"):
+    with pytest.raises(NotFoundError, match="one of: control-death"):
         tx.explain("zzz")

@@ -1,9 +1,9 @@
-"""What other people's processes say reaches a terminal as plain text on one line."""
+"""Text of other users' processes reaches a terminal as plain text on one line."""
 
 from __future__ import annotations
 
-from mpsd import limits
-from mpsd.text import printable
+from mpsd.base import limits
+from mpsd.base.text import printable
 from mpsd.wire import address
 
 
@@ -20,5 +20,5 @@ def test_long_text_is_cut() -> None:
 
 
 def test_the_client_keeps_to_the_daemons_limit() -> None:
-    # wire needs the standard library alone, so it has a number of its own.
+    # wire needs the standard library alone, so it has its own constant.
     assert address.MAX_PATH_BYTES == limits.SOCKET_PATH_LIMIT

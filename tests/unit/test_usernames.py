@@ -1,4 +1,4 @@
-"""Names of users are shown without waiting for a directory that does not answer."""
+"""User names are shown without waiting for a directory service that does not answer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pwd
 import threading
 import time
 
-from mpsd import usernames
-from mpsd.usernames import UserNames, user_name
+from mpsd.api import usernames
+from mpsd.api.usernames import UserNames, user_name
 
 ANSWER_S = 10.0
 
@@ -39,7 +39,7 @@ def test_who_was_foreseen_is_asked_for_once_and_nobody_waits() -> None:
         return "somebody"
 
     names = UserNames(hangs)
-    names.foresee(7)
+    names.prefetch(7)
     assert began.wait(ANSWER_S)
     assert [names.of(7), names.of(7)] == ["7", "7"]
     free.set()
@@ -68,7 +68,7 @@ def test_many_users_of_a_directory_that_hangs_take_few_threads() -> None:
 
 
 def test_a_name_can_be_foreseen_for_everybody() -> None:
-    usernames.foresee(os.getuid())
+    usernames.prefetch(os.getuid())
     end = time.monotonic() + ANSWER_S
     while user_name(os.getuid()) != pwd.getpwuid(os.getuid()).pw_name:
         assert time.monotonic() < end

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.errors import GpuError, NotFoundError, NotReadyError, UnsupportedError
+from mpsd.base.errors import GpuError, NotFoundError, NotReadyError, UnsupportedError
+from mpsd.base.model import ProcessInstance
 from mpsd.gpu.nvidia import uvm, uvm_abi
-from mpsd.model import ProcessInstance
 
 GPU = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 class StandIn:
-    """Answers UVM ioctls as a driver of one branch would; address spaces are chosen by `spaces`."""
+    """Answer UVM ioctls as a driver of one branch would; `spaces` selects the address spaces."""
 
     def __init__(self, layout: uvm_abi.TrackerLayout) -> None:
         self.layout = layout
@@ -170,7 +170,7 @@ def test_a_process_that_is_gone(driver: StandIn, client: subprocess.Popen[bytes]
     pidfd = os.pidfd_open(client.pid)
     client.kill()
     client.wait()
-    with pytest.raises(NotFoundError, match="gone"):
+    with pytest.raises(NotFoundError, match="has ended"):
         uvm.NvidiaUvm("580.1").open(process, pidfd)
     os.close(pidfd)
 
@@ -226,6 +226,19 @@ def test_a_process_with_countless_uvm_files_is_refused(
     with pytest.raises(UnsupportedError, match=f"process {client.pid} has 3 UVM files"):
         uvm.NvidiaUvm("580.1").open(instance(client.pid), pidfd)
     os.close(pidfd)
+
+
+def test_a_process_that_would_take_countless_duplicates_is_refused(
+    driver: StandIn, client: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uvm, "DUPLICATES_LIMIT", 0)
+    driver.is_space = lambda fd: not appends(fd)
+    before = open_files()
+    pidfd = os.pidfd_open(client.pid)
+    with pytest.raises(UnsupportedError, match="mpsd holds at most 0 duplicates"):
+        uvm.NvidiaUvm("580.1").open(instance(client.pid), pidfd)
+    os.close(pidfd)
+    assert open_files() == before
 
 
 def test_events_arrive_and_the_tracker_closes_cleanly(

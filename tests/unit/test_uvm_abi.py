@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpsd.base.model import Access, UvmFaultType, UvmReason
 from mpsd.gpu.nvidia import uvm_abi as abi
-from mpsd.model import Access, UvmFaultType, UvmReason
 
-# branch -> (structure size, offset of the status, offset of the wanted version, of the granted one)
+# branch -> (structure size, offset of the status, offset of the requested version, of the granted version)
 TRACKER_TABLE = {
     535: (56, 48, None, None),
     545: (56, 48, None, None),

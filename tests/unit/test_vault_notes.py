@@ -1,4 +1,4 @@
-"""Notes of the vault: whoever holds the memory file next finds what was held."""
+"""Notes of the vault: the next holder of the memory file finds which segments were held."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.vault import Holding, Owner
-from mpsd.model import ProcessInstance
+from mpsd.base.model import ProcessInstance
+from mpsd.core.vault import Owner, Segment
 from mpsd.vault.notes import SLOT, VaultNotes, cgroup_text
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 SECONDS = st.floats(0, 1e9)
 OWNERS = st.builds(Owner, U32, st.text(max_size=300).map(cgroup_text), st.sampled_from(("", "a" * 64)))
 HOLDINGS = st.builds(
-    Holding,
+    Segment,
     st.integers(1, 12),
     OWNERS,
     st.builds(ProcessInstance, st.integers(1, 2**22), U64),
@@ -33,11 +33,11 @@ HOLDINGS = st.builds(
 
 
 @given(st.lists(HOLDINGS | st.integers(1, 12), max_size=30))
-def test_at_any_instant_the_next_holder_reads_what_is_noted(steps: list[Holding | int]) -> None:
+def test_at_any_instant_the_next_holder_reads_what_is_noted(steps: list[Segment | int]) -> None:
     notes = VaultNotes.create()
-    noted: dict[int, Holding] = {}
+    noted: dict[int, Segment] = {}
     for step in steps:
-        if isinstance(step, Holding):
+        if isinstance(step, Segment):
             notes.write(step)
             noted[step.id] = step
         else:

@@ -1,4 +1,4 @@
-"""Messages of the vault's socket: one layout for compiler and Python; nonsense is refused."""
+"""Messages of the vault's socket: one layout for compiler and Python; invalid messages are refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.text import gpu_uuid
-from mpsd.vault import wire
-from mpsd.vault.wire import Kind, Message, Status, WireError, pack, unpack
+from mpsd.base.text import gpu_uuid
+from mpsd.vault import messages
+from mpsd.vault.messages import Kind, Message, Status, WireError, pack, unpack
 
 HEADER = Path(__file__).resolve().parents[2] / "clients" / "libcuda" / "src" / "vaultwire.h"
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -57,33 +57,38 @@ def test_bytes_are_a_message_or_an_error(data: bytes) -> None:
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_the_compiler_lays_it_out_the_same(tmp_path: Path) -> None:
     body = "".join(
-        f'printf("%zu %zu\\n", offsetof(struct mpsd_vault_message, {f}), sizeof(m.{f}));' for f in wire.FIELDS
+        f'printf("%zu %zu\\n", offsetof(struct mpsd_vault_message, {f}), sizeof(m.{f}));'
+        for f in messages.FIELDS
     )
     source = tmp_path / "layout.c"
     source.write_text(
         f'#include <stddef.h>\n#include <stdio.h>\n#include "{HEADER}"\n'
-        f"int main(void) {{ struct mpsd_vault_message m; {body} return sizeof(m) != {wire.LAYOUT.size}; }}"
+        f"int main(void) {{ struct mpsd_vault_message m; {body} "
+        f"return sizeof(m) != {messages.LAYOUT.size}; }}"
     )
     program = tmp_path / "layout"
     subprocess.run(["gcc", "-o", program, source], check=True, timeout=30)
     said = subprocess.run([program], check=True, capture_output=True, text=True, timeout=30).stdout
     found = [tuple(map(int, line.split())) for line in said.splitlines()]
-    parts = re.findall(r"\d*[A-Za-z]", wire.LAYOUT.format[1:])
+    parts = re.findall(r"\d*[A-Za-z]", messages.LAYOUT.format[1:])
     sizes = [int(p[:-1] or 1) if p[-1] == "s" else {"I": 4, "H": 2, "Q": 8}[p[-1]] for p in split(parts)]
     assert found == [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def split(parts: list[str]) -> list[str]:
-    """ "2I" is two of "I"."""
+    """The format "2I" counts as two fields "I"."""
     return [p for part in parts for p in ([part] if part[-1] == "s" else [part[-1]] * int(part[:-1] or 1))]
 
 
 def test_the_header_s_constants_are_these() -> None:
     text = HEADER.read_text()
     numbers = {name: int(value, 0) for name, value in re.findall(r"MPSD_VAULT_(\w+) = (\d+),", text)}
-    assert numbers == {**Kind.__members__, **Status.__members__, "ANSWER": wire.ANSWER}
+    assert numbers == {**Kind.__members__, **Status.__members__, "ANSWER": messages.ANSWER}
     defined = dict(re.findall(r"#define MPSD_VAULT_(\w+) (\w+)", text))
-    assert (int(defined["MAGIC"].rstrip("u"), 0), int(defined["VERSION"])) == (wire.MAGIC, wire.VERSION)
+    assert (int(defined["MAGIC"].rstrip("u"), 0), int(defined["VERSION"])) == (
+        messages.MAGIC,
+        messages.VERSION,
+    )
     rooms = (int(defined["NAME_ROOM"]), int(defined["TOKEN_ROOM"]))
-    assert rooms == (wire.NAME_ROOM, wire.TOKEN_ROOM)
-    assert int(defined["READS_FAR"]) == wire.READS_FAR
+    assert rooms == (messages.NAME_ROOM, messages.TOKEN_ROOM)
+    assert int(defined["READS_FAR"]) == messages.READS_FAR

@@ -1,4 +1,4 @@
-"""Messages to bytes and back; whatever else comes in, only a ProtocolError comes out."""
+"""Messages to bytes and back; any other input raises only ProtocolError."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_any_json_is_a_message_or_a_protocol_error(value: object) -> None:
 @pytest.mark.parametrize(
     ("payload", "said"),
     [
-        (b"x" * (MAX_REQUEST_BYTES + 1), "the limit is"),
+        (b"x" * (MAX_REQUEST_BYTES + 1), "exceeds the limit of"),
         (b"\xc3", "not UTF-8 at byte 0"),
         (b"nope", "not JSON"),
         (b"[]", "must be a JSON object"),
@@ -152,7 +152,7 @@ def test_any_json_is_a_message_or_a_protocol_error(value: object) -> None:
         (b'{"v":' + b"[" * 40 + b"]" * 40 + b"}", "nested more than 16 deep"),
         (b'{"v":"\\udc80"}', "half a surrogate pair"),
         (b'{"\\udc80":1}', "half a surrogate pair"),
-        (b'{"v":2,"type":"request"}', "protocol version 2; this side speaks 1"),
+        (b'{"v":2,"type":"request"}', "protocol version 2, this side 1"),
         (b'{"v":true,"type":"request"}', "protocol version True"),
         (b'{"v":1}', "must have a type"),
         (request(id=0), "id must be an integer"),
@@ -195,7 +195,7 @@ def test_what_is_wrong_with_a_request_is_said(payload: bytes, said: str) -> None
         (envelope(type="error", id="x", code="c", message="m", remedy=""), "id must be"),
         (envelope(type="error", id=None, code=1, message="m", remedy=""), "code must be text"),
         (envelope(type="event", seq=-1, event={}, lost=0), "seq must be"),
-        (b" " * (MAX_ANSWER_BYTES + 1), "the limit is"),
+        (b" " * (MAX_ANSWER_BYTES + 1), "exceeds the limit of"),
     ],
 )
 def test_what_is_wrong_with_an_answer_is_said(payload: bytes, said: str) -> None:

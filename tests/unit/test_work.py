@@ -1,4 +1,4 @@
-"""Views of the work of real processes: what is noted of them, and what a view does not claim to know."""
+"""Views of the work of real processes: notes of them, and when a view reports that it does not know."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpsd import procs
-from mpsd.errors import UnsupportedError
+from mpsd.base.errors import UnsupportedError
+from mpsd.base.model import ProcessInstance
 from mpsd.gpu.nvidia import work
 from mpsd.gpu.nvidia.semaphores import BUSY, Area, Signs
 from mpsd.gpu.nvidia.work import NvidiaWork, areas_noted, record_of
-from mpsd.model import ProcessInstance
+from mpsd.os import processes
 
 FEW, MANY = [Area(1 << 21, 1 << 22)], [Area(n << 21, (n + 1) << 21) for n in range(1, 90, 2)]
-# Says a line, then runs the same program again at each line that it is told.
+# Prints a line, then executes itself again for each line that it receives.
 PROGRAM = "import os, sys; print(flush=True); sys.stdin.readline(); os.execv(sys.executable, sys.orig_argv)"
 
 
@@ -38,7 +38,7 @@ def hear(child: subprocess.Popen[str]) -> None:
 
 
 def instance(child: subprocess.Popen[str]) -> ProcessInstance:
-    return procs.facts(child.pid).instance
+    return processes.facts(child.pid).instance
 
 
 def copies(view: work.ProcessWork) -> dict[str, int]:
@@ -46,13 +46,13 @@ def copies(view: work.ProcessWork) -> dict[str, int]:
 
 
 def changed(view: work.ProcessWork) -> None:
-    """As if its mappings were others than when it was last looked at."""
+    """Let the mappings look different from those of the last look."""
     view._found = None
 
 
 @pytest.fixture
 def readable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody wrote to lies wherever it is read, as under a lease."""
+    """Let memory at any address read as unwritten, as under a lease."""
     monkeypatch.setattr(work, "_memory", lambda mem, at, size: bytes(size))
 
 
@@ -108,7 +108,7 @@ def test_records_that_are_not_whole_say_nothing() -> None:
 def test_a_daemon_killed_while_it_notes_leaves_no_lie(
     child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    """Killed after so many of its writes: the next one knows the areas, or that it does not know them."""
+    """The daemon dies after `steps` writes: the next one knows the areas, or knows that it does not."""
     view = NvidiaWork().open(instance(child), -1)
     kept = os.dup(view.fds["areas"])
     for before, after in ((MANY, FEW), (FEW, MANY)):
@@ -167,7 +167,7 @@ def test_without_a_context_only_a_look_just_before_the_death_counts(
 def test_a_look_at_the_dead_that_comes_in_time_is_the_last(
     child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process whose memory is still there, as it is under a lease: here it has not died at all."""
+    """Memory of the process still exists, as under a lease: here the process has not died at all."""
     monkeypatch.setattr(work, "SOON_S", 0.0)
     view = NvidiaWork().open(instance(child), -1)
     assert view.pending() == ""
@@ -204,7 +204,7 @@ def test_areas_that_two_looks_agreed_on_are_known(
 def test_areas_that_cannot_be_read_while_their_client_lives_tell_nothing_of_it_when_it_is_dead(
     child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is mapped there: as where the kernel does not let another process read such a mapping."""
+    """Nothing is mapped there: the kernel may also forbid another process to read such a mapping."""
     monkeypatch.setattr(work, "areas", lambda rows: FEW)
     view = NvidiaWork().open(instance(child), -1)
     view.refresh()
@@ -224,7 +224,7 @@ def noted(view: work.ProcessWork) -> list[Area] | None:
 def test_pages_of_a_context_that_was_left_are_left_out_until_they_are_not_named_any_more(
     child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The one in use has the next pages; what is named may lie around, and in part of, what is mapped.
+    # The context in use has the next pages; named spans may surround mapped areas or cover part of them.
     old, new, half = Area(1 << 21, 2 << 21), Area(2 << 21, 3 << 21), Area(5 << 21, 7 << 21)
     monkeypatch.setattr(work, "areas", lambda rows: [old, new, half])
     view = NvidiaWork().open(instance(child), -1)
@@ -259,7 +259,7 @@ def test_what_is_to_be_left_out_waits_for_no_look_that_hangs(
     view.leave_out([(FEW[0].start, FEW[0].end)])
     go_on.set()
     look.join()
-    # The next look comes to it, though no mapping has changed.
+    # The next look applies the span, though no mapping has changed.
     assert noted(view) == FEW
     view.refresh()
     assert noted(view) == []
@@ -282,7 +282,7 @@ def test_what_it_says_last_counts_though_its_commands_were_read(
     monkeypatch.setattr(view, "_word", lambda address: BUSY)
     assert view.pending() == f"kernel {mark:#x}"
     view.leave_out([(FEW[0].start, FEW[0].end)])
-    assert [view.pending(), view.pending()] == ["looking once more", ""]
+    assert [view.pending(), view.pending()] == ["checking once more", ""]
     view.close()
 
 
@@ -299,7 +299,7 @@ def test_what_was_unmapped_since_has_no_commands_but_what_has_gone_altogether_te
     assert left.pending() == ""
     child.kill()
     child.wait()
-    with pytest.raises(UnsupportedError, match="memory has gone"):
+    with pytest.raises(UnsupportedError, match="memory map ended"):
         gone.pending()
     for view in (left, gone):
         view.close()
@@ -316,11 +316,11 @@ def test_what_is_kept_of_a_program_before_an_exec_is_not_present(child: subproce
     hear(child)
     assert instance(child) == process
     assert not inspector.is_present(process, view.fds)
-    # Its view never shows the mappings of the next program.
+    # A kept view never shows the mappings of the next program.
     adopted = inspector.adopt(process, kept)
     after = inspector.open(process, -1)
     assert inspector.is_present(process, after.fds)
-    assert not adopted._look() and after._look()
+    assert not adopted._probe() and after._probe()
     for one in (view, adopted, after):
         one.close()
 

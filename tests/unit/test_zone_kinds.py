@@ -1,4 +1,4 @@
-"""Kinds of fault that guard zones absorb: where they stray, what must be said, when they are not run."""
+"""Kinds of fault that guard zones absorb: their addresses, the expected record, when they are skipped."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-from faultinject import kinds
-from faultinject.checkers import check, verdict
-from faultinject.faults import REGISTRY, Need, by_name
-from faultinject.matrix import Matrix, Plan, lacking
-from faultinject.observation import Observation, RecordSeen, SurvivorSeen
-from faultinject.programs.overrun import (
+from faultinject.campaigns.matrix import Matrix, Plan, missing_requirement
+from faultinject.programs.injection.overrun import (
     DISTANT,
     DISTANT_BEFORE,
     DISTANT_SPAN,
@@ -24,7 +20,11 @@ from faultinject.programs.overrun import (
     WORD,
     take_aim,
 )
-from faultinject.verdict import Verdict
+from faultinject.registry import kinds
+from faultinject.registry.checkers import check, verdict
+from faultinject.registry.faults import REGISTRY, Need, by_name
+from faultinject.registry.observation import Observation, RecordSeen, SurvivorSeen
+from faultinject.registry.verdicts import Verdict
 from mpsd_client.driver import LIBRARY_NAME
 
 OFFENDER = (100, 5)
@@ -40,7 +40,7 @@ FAR_ZONES = {**ZONES, "far_bytes": 7 << 30}
 
 
 class Freed:
-    """A device of which only the freed allocation is of interest."""
+    """A device of which only the freed allocation matters."""
 
     def __init__(self) -> None:
         self.freed: list[int] = []
@@ -55,7 +55,7 @@ def survivor(stall_ms: float) -> SurvivorSeen:
 
 
 def seen(stall_ms: float = 2.0, **changes: Any) -> Observation:
-    """A hit as it should be: absorbed, told, its offender evicted."""
+    """A hit as it should be: absorbed, reported, its offender evicted."""
     record = {
         "id": 1,
         "class": "guard-hit",
@@ -142,7 +142,7 @@ LIVED = {"steps": 32, "wrong": 0}
 
 
 def absorbed(**changes: Any) -> Observation:
-    return seen(**{"hit": ABSORBED, "lived": LIVED, "evicted_at": None, **changes})
+    return seen(**{"hit": ABSORBED, "continued": LIVED, "evicted_at": None, **changes})
 
 
 def frozen(**changes: Any) -> Observation:
@@ -154,14 +154,14 @@ def unheard(**changes: Any) -> Observation:
 
 
 def full(**changes: Any) -> Observation:
-    return seen(**{"room_left": 1 << 20, "filler": {"wrong": 0}, **changes})
+    return seen(**{"free_when_full": 1 << 20, "filler": {"wrong": 0}, **changes})
 
 
 @pytest.mark.parametrize(
     ("kind", "good", "bad", "law"),
     [
-        ("zone_absorb@one", absorbed(), absorbed(lived=None), "hit absorbed"),
-        ("zone_absorb@one", absorbed(), absorbed(lived={"steps": 32, "wrong": 1}), "hit absorbed"),
+        ("zone_absorb@one", absorbed(), absorbed(continued=None), "hit absorbed"),
+        ("zone_absorb@one", absorbed(), absorbed(continued={"steps": 32, "wrong": 1}), "hit absorbed"),
         ("zone_absorb@one", absorbed(), absorbed(evicted_at=10.1), "hit absorbed"),
         ("zone_absorb@one", absorbed(), absorbed(hit=HIT), "hit absorbed"),
         ("zone_absorb@one", absorbed(), absorbed(records=absorbed().records * 2), "hit absorbed"),
@@ -173,7 +173,7 @@ def full(**changes: Any) -> Observation:
         ("zone_sparse@one", unheard(), unheard(zones={"managed": 4, "sparse": 0}), "zones laid"),
         ("zone_sparse@one", unheard(), absorbed(zones={"sparse": 4}), "recorded"),
         ("zone_host@one", unheard(), unheard(zones={"managed": 4, "sparse": 0}), "zones laid"),
-        ("zone_host@one", unheard(), unheard(lived=None), "hit absorbed"),
+        ("zone_host@one", unheard(), unheard(continued=None), "hit absorbed"),
         ("zone_past_end@full", full(), full(filler={"code": 700, "text": ""}), "gpu was full"),
         ("zone_past_end@full", full(), full(filler={"wrong": 2}), "gpu was full"),
     ],
@@ -186,18 +186,18 @@ def test_what_else_may_become_of_an_offender(
 
 
 def test_a_gpu_that_was_not_full_proves_nothing() -> None:
-    assert complaints("zone_past_end@full", full(room_left=8 << 20)) == {"gpu was full": Verdict.UNKNOWN}
+    assert complaints("zone_past_end@full", full(free_when_full=8 << 20)) == {"gpu was full": Verdict.UNKNOWN}
 
 
 @pytest.mark.parametrize("wild", [False, True])
 @pytest.mark.parametrize("kind", [k for k in kinds.ZONE if k not in ("zone_null", "zone_distant_before")])
 def test_each_kind_strays_beside_its_allocation_or_into_it_once_freed(kind: str, wild: bool) -> None:
     device = Freed()
-    aim = take_aim(device, kind, TARGET, wild=wild)
+    aim = take_aim(device, kind, TARGET, full_grid=wild)
     spans = {"zone_far": FAR_SPAN, "zone_distant": DISTANT_SPAN}
     assert aim.span == (spans.get(kind, SPAN) if wild else WORD)
     past, before = aim.address - (TARGET + SIZE), TARGET - (aim.address + aim.span)
-    assert aim.told()["address"] == hex(TARGET)
+    assert aim.record_fields()["address"] == hex(TARGET)
     match aim.relation:
         case "past":
             assert past == {"zone_far": FAR, "zone_distant": DISTANT}.get(kind, 0)
@@ -209,10 +209,10 @@ def test_each_kind_strays_beside_its_allocation_or_into_it_once_freed(kind: str,
 
 
 def test_far_below_the_first_allocation_is_nearest_whichever_that_is() -> None:
-    aim = take_aim(Freed(), "zone_distant_before", TARGET, wild=False)
+    aim = take_aim(Freed(), "zone_distant_before", TARGET, full_grid=False)
     assert (aim.address, aim.relation) == (TARGET - DISTANT_BEFORE, "before")
     told = {**HIT["allocation"], "address": "0x1000", "bytes": 512}
-    as_told = {"aim": aim.told(), "zones": FAR_ZONES}
+    as_told = {"aim": aim.record_fields(), "zones": FAR_ZONES}
     before = seen(hit={**HIT, "allocation": {**told, "relation": "before"}}, **as_told)
     assert complaints("zone_distant_before@one", before) == {}
     past = seen(hit={**HIT, "allocation": told}, **as_told)
@@ -235,13 +235,13 @@ def test_zone_kinds_are_not_run_without_a_proxy_and_say_why(
     zone = [f for f in REGISTRY if Need.PROXY in f.needs]
     assert {f.kind for f in zone} == set(kinds.ZONE)
     for fault in zone:
-        entry = Matrix(Plan("simulated", (), ())).one(fault, "mpsd", "simulated", tmp_path)
+        entry = Matrix(Plan("simulated", (), ())).run_one(fault, "mpsd", "simulated", tmp_path)
         assert (entry["verdict"], "--libcuda DIR" in entry["not_run"]) == (None, True)
 
 
 def test_a_folder_without_a_library_is_named(tmp_path: Path) -> None:
     plan = Plan("simulated", (), (), libcuda=tmp_path)
-    entry = Matrix(plan).one(by_name("zone_far@one"), "mpsd", "simulated", tmp_path)
+    entry = Matrix(plan).run_one(by_name("zone_far@one"), "mpsd", "simulated", tmp_path)
     assert str(tmp_path) in entry["not_run"] and LIBRARY_NAME in entry["not_run"]
     assert entry["command"].endswith("--libcuda DIR")
 
@@ -249,6 +249,6 @@ def test_a_folder_without_a_library_is_named(tmp_path: Path) -> None:
 def test_a_null_pointer_needs_the_right_to_map_its_page(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("faultinject.matrix.may_map_null", lambda: False)
-    assert "address 0" in str(lacking(by_name("zone_null@one"), "mpsd", tmp_path))
-    assert lacking(by_name("zone_far@one"), "mpsd", tmp_path) is None
+    monkeypatch.setattr("faultinject.campaigns.matrix.may_map_null", lambda: False)
+    assert "address 0" in str(missing_requirement(by_name("zone_null@one"), "mpsd", tmp_path))
+    assert missing_requirement(by_name("zone_far@one"), "mpsd", tmp_path) is None

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.errors import GpuError
-from mpsd.linux import procfs
-from mpsd.model import Access, ProcessInstance, UvmEvent, UvmFaultType, UvmReason, ZoneRole
+from mpsd.base.errors import GpuError
+from mpsd.base.model import Access, ProcessInstance, UvmEvent, UvmFaultType, UvmReason, ZoneRole
+from mpsd.os import procfs
 from mpsd.zones import layout
-from mpsd.zones.book import RETURN_S, Hit, Zones
 from mpsd.zones.grants import LEAST, SHARE, Grant, Grants, ZoneLimits
 from mpsd.zones.ledger import ZoneMap
+from mpsd.zones.ledgers import RETURN_S, Hit, Zones
 from tests.support.guardzones import LedgerWriter
 
 BASE, MIB, GIB = 0x1000_0000_0000, 1 << 20, 1 << 30
@@ -115,12 +115,12 @@ def test_what_the_driver_dated_before_a_zone_was_born_met_what_lay_there_before(
 
 def test_a_flood_looks_into_the_ledger_only_where_it_has_changed() -> None:
     async def test(stand: Stand) -> None:
-        ledger, looks = stand.zones._entries[ME].ledger, 0
+        ledger, probes = stand.zones._entries[ME].ledger, 0
         zones = ledger.zones
 
         def counted(rows: bytes) -> ZoneMap:
-            nonlocal looks
-            looks += 1
+            nonlocal probes
+            probes += 1
             return zones(rows)
 
         ledger.zones = counted  # type: ignore[method-assign]
@@ -128,7 +128,7 @@ def test_a_flood_looks_into_the_ledger_only_where_it_has_changed() -> None:
             assert stand.hits(fault(BASE + (number + 10) * MIB)) is None
         stand.lay(1, BASE + 4 * MIB)
         assert stand.hits(fault(BASE + 4 * MIB)) is not None
-        assert looks == 2
+        assert probes == 2
 
     run(test)
 
@@ -242,7 +242,7 @@ def test_what_was_laid_is_believed_of_who_was_there_before_this_daemon_and_for_a
     share = LIMITS.gpu_bytes // SHARE
     assert asyncio.run(granted(long_ago, RETURN_S)) == share
     assert asyncio.run(granted(just_now, 1)) == share
-    # What is far zones gives way to whoever is there.
+    # A far zone gives way to any client.
     assert asyncio.run(granted(long_ago, 1, 1 << 57)) == share
 
 

@@ -1,4 +1,4 @@
-"""The ledger of a client: the compiler's layout, what is read of it, and what a liar gets from it."""
+"""The ledger of a client: the compiler's layout, what is read of it, and what a hostile ledger can do."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpsd.errors import GpuError
-from mpsd.model import Relation, ZoneRole
+from mpsd.base.errors import GpuError
+from mpsd.base.model import Relation, ZoneRole
 from mpsd.zones import layout
 from mpsd.zones.ledger import Ledger
 from tests.support.descriptors import open_descriptors
@@ -77,7 +77,7 @@ def test_the_compiler_lays_it_out_the_same(tmp_path: Path) -> None:
 
 
 def offsets(part: struct.Struct) -> list[tuple[int, int]]:
-    """Where each field is and how long; one that repeats (15Q) is an array, and so one field."""
+    """Return where each field is and its size; a field that repeats (15Q) is an array, and so one field."""
     sizes = []
     for count, letter in re.findall(r"(\d*)([A-Za-z])", part.format[1:]):
         sizes.append(int(count or 1) * {"I": 4, "H": 2, "Q": 8, "s": 1}[letter])
@@ -109,14 +109,14 @@ def test_a_ledger_of_another_version_is_refused() -> None:
         with pytest.raises(GpuError, match="version"):
             Ledger(fd)
         os.close(fd)
-    # As large as those of the first version were: their zones had no time of birth.
+    # As large as ledgers of the first version; their zones had no time of birth.
     fd = shared(layout.SIZE - 8 * layout.ZONES)
     with pytest.raises(GpuError):
         Ledger(fd)
     os.close(fd)
 
 
-# -- what a stranger may send ----------------------------------------------------------------------------
+# -- hostile input ----------------------------------------------------------------------------------------
 
 
 def shared(size: int = layout.SIZE, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW) -> int:
@@ -201,7 +201,7 @@ def test_only_zones_that_report_and_are_whole_are_zones(writer: LedgerWriter, le
     writer.zone(5, layout.Kind.MANAGED, layout.Role.FAR, BASE + 64 * MIB, BASE + 96 * MIB)
     writer.zone(3, layout.Kind.MANAGED, 9, BASE + 6 * MIB, BASE + 7 * MIB)
     writer.zone(4, layout.Kind.MANAGED, layout.Role.GUARD, BASE + 8 * MIB, BASE + 9 * MIB)
-    # The writer is in the middle of it.
+    # The writer is updating this zone.
     layout.SEQUENCE.pack_into(writer.memory, layout.ZONES_AT + 4 * layout.ZONE.size, 7)
     zones = ledger.zones(ledger.zone_bytes())
     assert len(zones) == 3
@@ -225,7 +225,7 @@ def test_a_row_that_changed_meanwhile_is_not_believed(writer: LedgerWriter, ledg
 
 
 def test_no_row_is_ever_read_torn(writer: LedgerWriter, ledger: Ledger) -> None:
-    """Every row says its own number in each field; a writer goes round and round."""
+    """Each row has its own number in every field; a writer updates rows in a loop."""
     stop = threading.Event()
 
     def write() -> None:
@@ -250,7 +250,7 @@ def test_no_row_is_ever_read_torn(writer: LedgerWriter, ledger: Ledger) -> None:
         thread.join(20)
 
 
-# -- what lies there -------------------------------------------------------------------------------------
+# -- allocations near an address --------------------------------------------------------------------------
 
 
 def test_the_nearest_allocation_with_its_distance(writer: LedgerWriter, ledger: Ledger) -> None:
@@ -287,7 +287,7 @@ def test_far_from_all_what_was_freed_counts_only_where_it_was(writer: LedgerWrit
 
 
 def test_a_library_that_knows_of_no_far_zones_has_none(writer: LedgerWriter, ledger: Ledger) -> None:
-    """Its words for them are reserved ones, and so zero."""
+    """The fields of far zones were reserved in its layout, and so are zero."""
     writer.head("managed_bytes", 5 * MIB)
     assert (ledger.head().far_bytes, ledger.head().far_zones) == (0, 0)
     writer.head("far_bytes", 1 << 60)
@@ -308,7 +308,7 @@ def test_inside_a_freed_one_only_where_the_zone_is_its_quarantine(
         1,
         2.0,
     )
-    # The addresses are used again: the zone is that of what lives there now.
+    # The addresses are used again: the zone belongs to the current allocation there.
     past = ledger.nearest(BASE + 2 * MIB, ZoneRole.GUARD, NOW)
     assert past is not None and (past.relation, past.distance, past.order) == (Relation.PAST, MIB, 2)
 

@@ -11,10 +11,10 @@ from libcuda_build.compile import BuildError, build_proxy, build_standin
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m libcuda_build", description="Build the libcuda proxy.")
-    parser.add_argument("--out", type=Path, required=True, help="where libcuda.so.1 goes; made if missing")
+    parser.add_argument("--out", type=Path, required=True, help="folder for libcuda.so.1; created if missing")
     parser.add_argument("--standin", action="store_true", help="build the stand-in driver, not the proxy")
-    parser.add_argument("--sanitize", default="", help="as for gcc's -fsanitize=")
-    parser.add_argument("--include", type=Path, help="the folder with cuda.h; default: the PyPI package's")
+    parser.add_argument("--sanitize", default="", help="value for gcc's -fsanitize=")
+    parser.add_argument("--include", type=Path, help="folder of cuda.h; default: the PyPI package's")
     given = parser.parse_args()
     build = build_standin if given.standin else build_proxy
     try:

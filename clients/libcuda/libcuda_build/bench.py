@@ -1,8 +1,8 @@
-"""What the proxy adds to a call: on the stand-in driver, or on the machine's own.
+"""Benchmark: time that the proxy adds to a call, on the stand-in driver or on the machine's own.
 
-Two processes run side by side, one without the proxy and one with it, and measure in turn. The one with the
-proxy also calls the driver's own functions, in the same context: that difference has no noise of processes in
-it, and is the one that is judged.
+Two processes run side by side, one without the proxy and one with it, and measure in turn. The process with
+the proxy also calls the driver's own functions in the same context. That difference is free of noise between
+processes, and the verdict uses it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent.parent
 LIMIT_NS = 50.0
 MODES = {
-    "passed on": {"MPSD_VAULT": "0"},
-    "memory in a window": {"MPSD_VAULT": "1", "MPSD_ZONE_BUDGET": str(1 << 30)},
+    "passed on": {"MPSD_DEBUG": "vault=0"},
+    "memory in a window": {"MPSD_DEBUG": f"vault=1,zone_budget={1 << 30}"},
     "ready for a fail-over, keep": {
-        "MPSD_VAULT": "1",
+        "MPSD_DEBUG": "vault=1",
         "MPSD_FAILOVER": "keep",
         "MPSD_FAILOVER_SOCKET": "/nonexistent/failover.sock",
     },
     "ready for a fail-over, exact": {
-        "MPSD_VAULT": "1",
+        "MPSD_DEBUG": "vault=1",
         "MPSD_FAILOVER": "exact",
         "MPSD_FAILOVER_SOCKET": "/nonexistent/failover.sock",
     },
 }
-"""What the library does with memory decides which functions have wrappers."""
+"""Memory modes of the proxy. The mode decides which functions have wrappers."""
 
 TOKEN = "token"
-"""The row that is no call: a step of a language model, 160 kernels and a copy that is awaited. No limit."""
+"""The row that is not a call: a step of a language model, 160 kernels and an awaited copy. No limit."""
 
 STANDIN_IMAGE = b"standin module\nkernel nothing nothing 0\nkernel eight eight 0\n"
 SOURCE = """
@@ -54,7 +54,7 @@ PTX = (
     ".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry nothing()\n{\n  ret;\n}\n"
     f".visible .entry eight({_EIGHT})\n{{\n  ret;\n}}\n\0"
 ).encode()
-"""The same, for a driver that compiles it where there is no nvcc."""
+"""The same kernels as PTX, for a driver that compiles it if there is no nvcc."""
 
 DEADLINE_S = 60.0
 SYSTEM_INCLUDE = Path("/usr/local/cuda/include")
@@ -65,16 +65,16 @@ print(next(line.split()[-1] for line in open("/proc/self/maps") if "libcuda.so" 
 """
 
 Figures = Mapping[str, tuple[float, float]]
-"""For each function: nanoseconds as the program calls it, and of the driver's own."""
+"""For each function: nanoseconds through the proxy, and of the driver's own function."""
 
 
 class BenchError(Exception):
-    """It cannot be measured here."""
+    """The benchmark cannot run here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`plain` is the folder of a driver that stands alone (None: the loader's choice), `real` its file."""
+    """`plain`: folder of a driver without the proxy (None: the loader's choice); `real`: its file."""
 
     program: Path
     image: Path
@@ -104,10 +104,10 @@ def main() -> int:
 
 
 def _check(given: argparse.Namespace) -> None:
-    """Before anything is measured. Raises BenchError."""
+    """Check the arguments before any measurement. Raises BenchError."""
     for path in (given.json, given.markdown):
         if path is not None and not os.access(path.parent, os.W_OK):
-            raise BenchError(f"{path} cannot be written: name a file in a folder of yours")
+            raise BenchError(f"{path} cannot be written: name a file in a writable folder")
     if given.libcuda is not None and not (given.libcuda / "libcuda.so.1").exists():
         raise BenchError(f"--libcuda {given.libcuda} has no libcuda.so.1: python -m libcuda_build --out DIR")
 
@@ -115,7 +115,7 @@ def _check(given: argparse.Namespace) -> None:
 def _at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number of at least {least}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
         return int(text)
 
     return number
@@ -127,17 +127,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pairs", type=_at_least(1), default=4, help="pairs of processes (default: 4)")
     parser.add_argument("--rounds", type=_at_least(1), default=10, help="rounds of each pair (default: 10)")
     parser.add_argument(
-        "--calls", type=_at_least(50), default=200_000, help="calls in a round; a fiftieth of launches"
+        "--calls", type=_at_least(50), default=200_000, help="calls per round; launches: a fiftieth"
     )
-    parser.add_argument("--libcuda", type=Path, metavar="DIR", help="a proxy that was built before")
-    parser.add_argument("--include", type=Path, metavar="DIR", help="the folder with cuda.h")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
+    parser.add_argument("--libcuda", type=Path, metavar="DIR", help="folder of a proxy built before")
+    parser.add_argument("--include", type=Path, metavar="DIR", help="folder of cuda.h")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--markdown", type=Path, help="file for the table")
     return parser
 
 
 def _measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All of it: the report. Raises BenchError."""
+    """Run all measurements and return the report. Raises BenchError."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     setting = _set_up(given, folder)
     rows, device, driver = [], "", ""
@@ -167,12 +167,12 @@ def _measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _command(given: argparse.Namespace) -> list[str]:
-    """What repeats it, but for where things are."""
+    """Return the command that repeats the measurement, without folders of this machine."""
     words = ["scripts/bench-libcuda", "--backend", given.backend, "--pairs", str(given.pairs)]
     return [*words, "--rounds", str(given.rounds), "--calls", str(given.calls)]
 
 
-# -- what is measured with ---------------------------------------------------------------------------------
+# -- setup -------------------------------------------------------------------------------------------------
 
 
 def _set_up(given: argparse.Namespace, folder: Path) -> Setting:
@@ -191,7 +191,7 @@ def _set_up(given: argparse.Namespace, folder: Path) -> Setting:
 
 
 def _find_include() -> Path:
-    """The folder of cuda.h: the PyPI package's, or the toolkit's. Raises BenchError."""
+    """Return the folder of cuda.h: the PyPI package's, or the toolkit's. Raises BenchError."""
     try:
         from libcuda_build.header import HeaderError, find_include
     except ImportError:
@@ -207,7 +207,7 @@ def _find_include() -> Path:
 
 
 def _build(what: str, target: Path, include: Path) -> Path:
-    """The proxy or the stand-in. Raises BenchError."""
+    """Build the proxy or the stand-in driver. Raises BenchError."""
     try:
         from libcuda_build import compile as builder
     except ImportError as error:
@@ -220,7 +220,7 @@ def _build(what: str, target: Path, include: Path) -> Path:
 
 
 def _find_driver() -> Path:
-    """The file of the machine's own libcuda. Raises BenchError."""
+    """Return the file of the machine's own libcuda. Raises BenchError."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MPSD_")}
     done = subprocess.run(
         [sys.executable, "-c", FIND_DRIVER],
@@ -231,7 +231,7 @@ def _find_driver() -> Path:
         check=False,
     )
     if done.returncode:
-        raise BenchError("no CUDA driver here: --backend standin needs none")
+        raise BenchError("no CUDA driver here: use --backend standin, which needs none")
     return Path(done.stdout.strip())
 
 
@@ -242,7 +242,7 @@ def _compile(target: Path, include: Path) -> None:
 
 
 def _compile_kernel(folder: Path, image: Path) -> None:
-    """For this GPU by nvcc, or as text for the driver to compile."""
+    """Compile the kernels for this GPU with nvcc, or as text for the driver to compile."""
     (folder / "nothing.cu").write_text(SOURCE, encoding="utf-8")
     if shutil.which("nvcc"):
         command = ["nvcc", "-arch=native", "-cubin", "-o", str(image), str(folder / "nothing.cu")]
@@ -252,14 +252,14 @@ def _compile_kernel(folder: Path, image: Path) -> None:
     image.write_bytes(PTX)
 
 
-class Running:
-    """One process that measures when it is told to."""
+class MeasuringProcess:
+    """One measuring process, which runs a round on request."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         words = self._line().split(maxsplit=2)
         if words[:1] != ["ready"]:
-            raise BenchError("a process that was to measure ended before it was ready")
+            raise BenchError("a measuring process ended before it was ready")
         self.driver, self.device = words[1], words[2] if len(words) > 2 else ""
 
     def _line(self) -> str:
@@ -275,13 +275,13 @@ class Running:
             name, through, direct = line.split()
             found[name] = (float(through), float(direct))
         if not found:
-            raise BenchError("a process that was measuring has ended")
+            raise BenchError("a measuring process has ended")
         return found
 
 
 @contextmanager
-def _running(setting: Setting, proxied: Mapping[str, str] | None) -> Iterator[Running]:
-    """`proxied`: variables of a process with the proxy; None: one without."""
+def _running(setting: Setting, proxied: Mapping[str, str] | None) -> Iterator[MeasuringProcess]:
+    """Start a process. `proxied`: variables of a process with the proxy; None: one without."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MPSD_")}
     folder = setting.plain if proxied is None else setting.proxy
     if folder is not None:
@@ -293,16 +293,17 @@ def _running(setting: Setting, proxied: Mapping[str, str] | None) -> Iterator[Ru
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            yield Running(process)
+            yield MeasuringProcess(process)
         finally:
             process.kill()
 
 
-# -- what was found ----------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------
 
 
 def _row(mode: str, name: str, rounds: Sequence[tuple[Figures, Figures]]) -> dict[str, Any]:
-    """`added`: of two processes; `inside`: of one. Nanoseconds: median, and the quartiles."""
+    """Return one row. `added`: between two processes; `inside`: within one. Nanoseconds: median,
+    quartiles."""
     added = [with_it[name][0] - without[name][0] for without, with_it in rounds]
     inside = [with_it[name][0] - with_it[name][1] for _, with_it in rounds]
     row: dict[str, Any] = {
@@ -322,7 +323,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def verdict(inside: Mapping[str, float]) -> str:
-    """Whether what is added is under the limit; unknown where the quartiles lie on both sides of it."""
+    """Return whether the addition is below the limit; unknown if the quartiles lie on both sides of it."""
     if inside["high"] < LIMIT_NS:
         return "valid"
     return "invalid" if inside["low"] >= LIMIT_NS else "unknown"
@@ -342,20 +343,20 @@ def table(report: Mapping[str, Any]) -> str:
         lines.append(f"{mode + ':':<26}{columns}")
         for row in rows:
             figures = f"{row['without_ns']:>10.1f}{row['with_ns']:>10.1f}"
-            spreads = f"{_told(row['added_ns']):<26}{_told(row['inside_ns']):<26}"
+            spreads = f"{_format_spread(row['added_ns']):<26}{_format_spread(row['inside_ns']):<26}"
             lines.append(f"{row['call']:<26}{figures}   {spreads}{row['verdict']}")
     most = max(row["inside_ns"]["median"] for row in report["rows"] if row["call"] != TOKEN)
     lines.append(f"most added: {most:.1f} ns; the aim is under {LIMIT_NS:.0f} ns: {report['verdict']}")
     return "\n".join(lines)
 
 
-def _told(spread: Mapping[str, float]) -> str:
+def _format_spread(spread: Mapping[str, float]) -> str:
     return f"{spread['median']:+.1f} ({spread['low']:+.1f} to {spread['high']:+.1f})"
 
 
 def markdown(report: Mapping[str, Any], text: str) -> str:
-    """The report for people."""
-    title = f"# {report['device']}, driver {report['driver']}: what the proxy adds to a call"
+    """Return the report as Markdown."""
+    title = f"# {report['device']}, driver {report['driver']}: time that the proxy adds to a call"
     block = "\n".join(f"    {line}" for line in text.splitlines())
     return f"{title}\n\n{report['date']}:\n\n    {report['command']}\n\n{block}\n"
 

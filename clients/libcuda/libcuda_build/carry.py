@@ -1,4 +1,4 @@
-"""What carries calls from one copy of the driver to the next: carry.toml, and the C made from it."""
+"""Generator for calls that fail-over carries from one driver instance to the next: carry.toml to carry.c."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from libcuda_build.header import Function
 
 HANDLES = ("CUcontext", "CUstream", "CUevent", "CUmodule", "CUfunction", "CUlibrary", "CUkernel")
-"""The types of what the program names by what the first copy answered."""
+"""The types of virtual handles: the program keeps the values that the original driver instance gave out."""
 
 CLASSES = ("ask", "work", "waits_all", "waits_stream", "waits_legacy", "waits", "give", "make", "end")
 
 BEHIND = "behind"
-"""Those that change what launches go by which were made before: these are given first (exact/relay.h)."""
+"""Calls that change objects used by earlier launches: those launches go first (exact/relay.h)."""
 
 SETTLES = ("settles", "settles_stream", "settles_event")
-"""What mode `exact` does before a call that takes something away."""
+"""Work of mode `exact` before a call that destroys something."""
 
 ASKED_OFTEN = ("cuCtxGetDevice", "cuCtxGetDevice_v2", "cuDevicePrimaryCtxGetState")
-"""What PyTorch asks thousands of times for a token. None of them has a wrapper of its own."""
+"""Queries that PyTorch makes thousands of times per token. None of them has a wrapper of its own."""
 
 _WAITS = {"waits_all": "ALL", "waits_stream": "STREAM", "waits_legacy": "COPY", "waits": "EVENT"}
 _CONFIG = "const CUlaunchConfig *config"
@@ -36,7 +36,8 @@ _INSIDE = (
     *_FUNCTIONS,
     *_WORDS,
 )
-"""What work is given that is a function, has handles or addresses inside, or whose type says too little."""
+"""Parameters of work that are functions, contain handles or addresses, or have a type that says too
+little."""
 _LAUNCHES = ("cuLaunchKernel", "cuLaunchKernelEx")
 _BEGINS = {"cuStreamWaitEvent": "mpsd_work_that_waits"}
 _ROWS = r"const CUDA_MEMCPY[23]D \*pCopy$"
@@ -44,7 +45,7 @@ _NAME = re.compile(r"(\w+)(?:\[\w*\])?$")
 
 
 class CarryError(Exception):
-    """carry.toml says something that cannot be."""
+    """carry.toml has an invalid entry."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class PerThread:
-    """A function of the per-thread default stream, and the one that does the same in that stream."""
+    """A function of the per-thread default stream, and the function that does the same in a given stream."""
 
     function: Function
     by: Carried
@@ -70,7 +71,7 @@ class PerThread:
 def read_per_thread(
     path: Path, functions: Mapping[str, Function], carried: Sequence[Carried]
 ) -> tuple[PerThread, ...]:
-    """The twins (`_ptsz`) of what is carried, and carry.toml's [per_thread]. Raises CarryError."""
+    """Return the `_ptsz` counterparts of carried functions, with [per_thread]. Raises CarryError."""
     known = {one.function.name: one for one in carried}
     found = [
         PerThread(functions[f"{name}_ptsz"], one)
@@ -79,13 +80,13 @@ def read_per_thread(
     ]
     for name, by in tomllib.loads(path.read_text()).get("per_thread", {}).items():
         if name not in functions or by not in known:
-            raise CarryError(f"{path.name}: {name} cannot be {by}")
+            raise CarryError(f"{path.name}: {by} cannot stand in for {name}")
         found.append(PerThread(functions[name], known[by], name.startswith("cuMemcpy")))
     return tuple(found)
 
 
 def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried, ...]:
-    """The functions of carry.toml, in order of their names. Raises CarryError."""
+    """Return the functions of carry.toml, sorted by name. Raises CarryError."""
     table = tomllib.loads(path.read_text())
     polls = table.pop("polls", [])
     settles = {name: kind for kind in SETTLES for name in table.pop(kind, [])}
@@ -93,24 +94,24 @@ def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried
     table.pop("per_thread", {})
     unknown = sorted(set(table) - set(CLASSES))
     if unknown:
-        raise CarryError(f"{path.name}: no such class: {', '.join(unknown)}")
+        raise CarryError(f"{path.name}: unknown class: {', '.join(unknown)}")
     does: dict[str, str] = {}
     for kind, names in table.items():
         for name in names:
             if name in does:
-                raise CarryError(f"{path.name}: {name} is there twice")
+                raise CarryError(f"{path.name}: {name} is listed twice")
             if name not in functions:
                 raise CarryError(f"{path.name}: cuda.h does not declare {name}")
             does[name] = kind
     for name in polls:
         if not does.get(name, "").startswith("waits"):
-            raise CarryError(f"{path.name}: {name} polls, and does not wait")
+            raise CarryError(f"{path.name}: {name} is listed under polls but has no waiting class")
     for name in settles:
         if name not in does:
-            raise CarryError(f"{path.name}: {name} settles, and has no class")
+            raise CarryError(f"{path.name}: {name} is listed under {settles[name]} but has no class")
     for name in behind:
         if does.get(name) != "make":
-            raise CarryError(f"{path.name}: {name} comes behind launches, and makes nothing")
+            raise CarryError(f"{path.name}: {name} is listed under {BEHIND} but not under make")
     return tuple(
         Carried(
             functions[name],
@@ -124,7 +125,7 @@ def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried
 
 
 def declarations(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Iterator[str]:
-    """Prototypes of what carry.c calls and src/failover defines."""
+    """Yield the prototypes of functions that carry.c calls and src/failover defines."""
     yield f"#define MPSD_CARRIED {len(carried) + len(per_thread)}"
     yield f"#define MPSD_PLAIN {len(_LAUNCHES)}"
     for one in carried:
@@ -135,7 +136,7 @@ def declarations(carried: Sequence[Carried], per_thread: Sequence[PerThread]) ->
 
 
 def source(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Iterator[str]:
-    """carry.c: a wrapper for each, and the list of them."""
+    """Yield carry.c: a wrapper for each function, and their list."""
     yield '#include "exact/exact.h"'
     yield '#include "exact/order.h"'
     yield '#include "failover/carry.h"'
@@ -165,7 +166,7 @@ def source(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Itera
 
 
 def _in_own_stream(own: PerThread) -> Iterator[str]:
-    """The call, where no stream means the thread's own."""
+    """Yield the call with the thread's own stream in place of no stream."""
     arguments = []
     for text in own.function.parameters:
         name = _argument(text)
@@ -191,7 +192,7 @@ def _in_own_stream(own: PerThread) -> Iterator[str]:
 
 
 def _find_own_stream(one: Carried) -> Iterator[str]:
-    """No copy of the driver, and no other thread, knows the thread's own stream by its name."""
+    """Yield the translation of CU_STREAM_PER_THREAD: other instances and threads do not know that stream."""
     for text in one.function.parameters:
         if _kind(text) == "CUstream" and one.does != "end":
             yield f"\tif (__builtin_expect({_argument(text)} == CU_STREAM_PER_THREAD, 0))"
@@ -238,7 +239,7 @@ def _body(one: Carried) -> Iterator[str]:
         if one.function.name in _LAUNCHES:
             yield f"\tmpsd_launches_fetch(MPSD_{one.function.name});"
             yield "\tmpsd_params_fetch(f);"
-        # A launch that went the short way first is begun.
+        # Begins a launch that took the short path first.
         yield "\tif (!mpsd_thread.works)"
         yield f"\t\t{_BEGINS.get(one.function.name, 'mpsd_work')}({stream});"
     yield "\tdo {"
@@ -257,7 +258,7 @@ def _body(one: Carried) -> Iterator[str]:
         yield f"\t\t\tresult = {call};"
     else:
         yield f"\t\tresult = {call};"
-    yield from _answering(one)
+    yield from _translate_answer(one)
     yield "\t\tmpsd_carry_leave(moves);"
     yield "\t} while (__builtin_expect(result != CUDA_SUCCESS, 0) && mpsd_carry_again(result, moves));"
     if one.does == "work":
@@ -276,7 +277,7 @@ def _body(one: Carried) -> Iterator[str]:
     if one.does == "work" and name.startswith("cuEventRecord"):
         yield "\tif (result == CUDA_SUCCESS)"
         yield f"\t\tmpsd_event_recorded(hEvent, {stream}, moves);"
-    # A move may have come meanwhile.
+    # A fail-over may have happened meanwhile.
     for argument in read:
         yield f"\tif (result == CUDA_SUCCESS && !mpsd_read({argument}))"
         yield "\t\tresult = CUDA_ERROR_LAUNCH_FAILED;"
@@ -287,13 +288,14 @@ def _begin(one: Carried) -> str:
     name = one.function.name
     if name in ASKED_OFTEN:
         return f"MPSD_SELDOM static CUresult ask_{name}"
-    # Out of line: it is the end of the short way, too.
+    # Out of line, because the short path also ends here.
     place = "MPSD_OF_A_LAUNCH __attribute__((noinline)) " if name in _LAUNCHES else ""
     return f"{place}static CUresult carry_{name}"
 
 
 def _ask_first_copy(one: Carried) -> Iterator[str]:
-    """Before the first move the program's names are that copy's own; its answer is right after one, too."""
+    """Yield a query of the original instance: before the first fail-over its handles are the program's
+    own."""
     name, arguments = one.function.name, ", ".join(_arguments(one, translate=False))
     yield f"MPSD_OF_A_LAUNCH static CUresult carry_{name}({_list(one.function)})"
     yield "{"
@@ -306,7 +308,7 @@ def _ask_first_copy(one: Carried) -> Iterator[str]:
 
 
 def _launch_plainly(one: Carried) -> Iterator[str]:
-    """The short way (failover/plain.h), or that of all."""
+    """Yield the short path of a launch (failover/plain.h), with the general path as fallback."""
     name, arguments = one.function.name, ", ".join(_arguments(one, translate=False))
     yield f"MPSD_OF_A_LAUNCH static CUresult plain_{name}({_list(one.function)})"
     yield "{"
@@ -321,28 +323,28 @@ def _launch_plainly(one: Carried) -> Iterator[str]:
     yield "}"
 
 
-def _answering(one: Carried) -> Iterator[str]:
-    """What is known of the answer only while the copy that gave it is in use."""
+def _translate_answer(one: Carried) -> Iterator[str]:
+    """Yield the handling of an answer, which is valid only while its driver instance is in use."""
     if one.does == "give":
         for text in one.function.parameters:
             kind, _, argument = text.rpartition("*")
             if kind.strip() in HANDLES:
                 yield f"\t\tif (result == CUDA_SUCCESS && {argument})"
                 yield f"\t\t\t*{argument} = mpsd_name(*{argument});"
-    # A handle of a copy that was left is none: what no handle means the driver answers too.
+    # A handle of a retired instance is not valid: the driver answers NULL for it.
     is_handle = any(_kind(text) in HANDLES for text in one.function.parameters)
     if one.does == "give" or (one.does == "ask" and is_handle):
         yield "\t\tresult = mpsd_answered(result);"
 
 
 def _settling(one: Carried) -> str:
-    """What mode `exact` does before something is taken away; a stream and an event are forgotten too."""
+    """Return the work of mode `exact` before a destruction; a stream and an event are also forgotten."""
     handle = _argument(one.function.parameters[0]) if one.settles in SETTLES[1:] else ""
     return f"mpsd_exact_{one.settles.replace('settles', 'settle')}({handle})"
 
 
 def _waiting(one: Carried, call: str, handle: str) -> Iterator[str]:
-    """The wait, between what mode `exact` does before and after it."""
+    """Yield the wait, between the work of mode `exact` before and after it."""
     given = "NULL" if one.does in ("waits_all", "waits_legacy") else handle
     look = "false" if one.polls else "true"
     yield "\t\tif (mpsd_exact()) {"
@@ -386,12 +388,12 @@ def _kind(text: str) -> str:
 def _argument(text: str) -> str:
     found = _NAME.search(text)
     if not found:
-        raise CarryError(f"a parameter without a name: {text}")
+        raise CarryError(f"a parameter has no name: {text}")
     return found[1]
 
 
 def _stream(function: Function) -> str:
-    """Of the stream that the work goes into; without one, the legacy stream's."""
+    """Return the expression of the stream that gets the work; the legacy stream without one."""
     if _CONFIG in function.parameters:
         return "(config ? config->hStream : CU_STREAM_LEGACY)"
     for text in function.parameters:

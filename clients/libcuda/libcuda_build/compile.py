@@ -1,4 +1,4 @@
-"""Runs the generator and the compiler."""
+"""Compilation of the generated sources and the proxy's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from libcuda_build.table import TableError, read_plan
 
 FOLDER = Path(__file__).resolve().parent.parent
 JOBS = 8
-"""Compilers at a time, however many processors there are: a container may have the use of few."""
+"""Compilers at a time, whatever the number of processors: a container may be limited to a few."""
 _WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes")
 _CODE = (
     "-std=gnu11",
@@ -27,7 +27,7 @@ _CODE = (
     "-fno-plt",
     "-fno-semantic-interposition",
 )
-# sysv: the hash table that exports.c edits.
+# sysv: exports.c edits this type of hash table.
 _LINK = (
     "-shared",
     "-Wl,-soname,libcuda.so.1",
@@ -36,20 +36,20 @@ _LINK = (
     "-Wl,-Bsymbolic",
     "-Wl,--no-undefined",
 )
-# The linker would show its own names too, of where a section begins and ends.
+# Without the version script the linker would also export its own section markers.
 _EXPORTS = "{ global: cu*; local: *; };\n"
-# Programs keep pointers to the stubs. The driver itself, and so the stand-in, can be unloaded.
+# Programs keep pointers to the stubs, so the proxy is never unloaded. The stand-in driver can be.
 _STAYS = "-Wl,-z,nodelete"
 
 
 class BuildError(Exception):
-    """What is missing, or what the compiler said."""
+    """A tool is missing, or the compiler reported an error."""
 
 
 def build_proxy(out: Path, *, sanitize: str = "", include: Path | None = None, strict: bool = False) -> Path:
     """Build out/libcuda.so.1, and libcuda.so beside it. Raises BuildError; `strict`: for warnings too.
 
-    Whoever installs it has a compiler, and a cuda.h, that may warn of what none did when it was written.
+    Without `strict`, because another compiler or cuda.h may warn where none did at development time.
     """
     with tempfile.TemporaryDirectory(prefix="mpsd-libcuda-") as made:
         generated = Path(made)
@@ -92,14 +92,15 @@ def _library(
 ) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     target = out / "libcuda.so.1"
-    # Built beside and renamed: a process that has the old one mapped keeps it.
+    # Build beside the old file and rename: a process that has the old one mapped keeps it.
     fresh = out / ".libcuda.so.1.new"
     command = [_compiler(), *_CODE, *_WARNINGS, *(f"-I{folder}" for folder in folders), f"-isystem{headers}"]
     command += [*together, *(["-Werror"] if strict else [])]
     link = [*_LINK, *more]
     if sanitize:
-        # The runtime of the sanitizer comes with the program.
-        command += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-O1"]
+        # The program itself links the sanitizer's runtime. Its reports need line numbers alone: -g1.
+        command += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+        command += ["-O1", "-g1"]
         link.remove("-Wl,--no-undefined")
     with tempfile.TemporaryDirectory(prefix="mpsd-objects-") as made:
         objects = _objects(command, sources, Path(made))
@@ -110,7 +111,7 @@ def _library(
 
 
 def _together(folder: Path) -> tuple[str, ...]:
-    """The option, if whoever compiles and links here has it in this form: it is for speed alone."""
+    """Return the speed option if the compiler and the linker support it in this form."""
     options = (f"-flto={_jobs()}",)
     source, target = folder / "together.c", folder / "together.so"
     source.write_text("int together(void);\nint together(void) { return 0; }\n", encoding="utf-8")
@@ -126,7 +127,7 @@ def _jobs() -> int:
 
 
 def _objects(command: Sequence[str], sources: Sequence[Path], folder: Path) -> list[Path]:
-    """Each source compiled, some at a time. Raises BuildError for the first that does not compile."""
+    """Compile the sources, some at a time. Raises BuildError for the first that fails."""
     objects = [folder / f"{number}.o" for number in range(len(sources))]
     with ThreadPoolExecutor(_jobs()) as pool:
         pairs = zip(sources, objects, strict=True)
@@ -140,9 +141,9 @@ def _objects(command: Sequence[str], sources: Sequence[Path], folder: Path) -> l
 
 
 def _second_name(out: Path) -> None:
-    """libcuda.so, for programs that open that: an empty library that needs the one beside it.
+    """Write libcuda.so for programs that open that name: an empty library that needs libcuda.so.1.
 
-    A link would do the same, but a wheel has no links, and a copy would be a second proxy.
+    A wheel cannot contain a link, and a copy would be a second proxy.
     """
     target, fresh = out / "libcuda.so", out / ".libcuda.so.new"
     link = ["-shared", "-Wl,-soname,mpsd-libcuda.so", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed"]

@@ -1,4 +1,4 @@
-"""Writes the generated sources: stubs.S, names.c and functions.h. The same input gives the same bytes."""
+"""Generated sources stubs.S, names.c and functions.h. The same input gives the same bytes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from libcuda_build import carry, thunks
 from libcuda_build.table import Plan
 
 SPARE = 128
-"""Stubs without a name: they get the names of a newer driver at load."""
+"""Stubs without a name. At load time they get names that a newer driver exports."""
 
 SPARE_NAME_ROOM = 96
-"""Bytes that such a name may have, with its final zero."""
+"""Bytes of such a name, with its final zero."""
 
 _MADE = "made by libcuda_build from cuda.h, functions.toml and names.txt"
 
-# A stub is one jump through the table. 16 bytes each, so that its address follows from its index.
+# A stub is one jump through the table. It takes 16 bytes, so that its address follows from its index.
 _STUBS = """\
 /* {made} */
 #define SLOT(index) (mpsd_table + 8 * (index))
@@ -59,7 +59,7 @@ _STUBS = """\
 mpsd_stubs:
 """
 
-# Both machines want the object marked as one whose indirect jumps land on marked targets.
+# Both architectures mark objects that support checks of indirect branch targets (CET, BTI).
 _NOTES = """\
 	.section .note.GNU-stack, "", %progbits
 #if defined(__x86_64__) && defined(__CET__)
@@ -73,7 +73,7 @@ _NOTES = """\
 
 
 def write_sources(plan: Plan, folder: Path) -> None:
-    """The generated sources in `folder`, which exists."""
+    """Write the generated sources into `folder`, which exists."""
     (folder / "stubs.S").write_text("\n".join(_stubs(plan)) + "\n" + _NOTES)
     (folder / "names.c").write_text("\n".join(_names(plan)) + "\n")
     (folder / "functions.h").write_text("\n".join(_functions(plan)) + "\n")
@@ -85,7 +85,7 @@ def write_sources(plan: Plan, folder: Path) -> None:
 
 
 def spare_name(number: int) -> str:
-    """A placeholder as long as the longest name that may take its place."""
+    """Return a placeholder that is as long as the longest name that may replace it."""
     return f"cu__mpsd_spare_{number:03d}_".ljust(SPARE_NAME_ROOM - 1, "x")
 
 

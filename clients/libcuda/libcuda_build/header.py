@@ -1,4 +1,4 @@
-"""The functions that cuda.h declares, all versions of each, as pycparser reads them after `gcc -E`."""
+"""The functions that cuda.h declares, in all versions, as pycparser reads them after `gcc -E`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from pycparser import c_ast, c_generator, c_parser
 
-# With this macro cuda.h declares every version of a function (cuMemAlloc beside cuMemAlloc_v2, the _ptds
+# With this macro cuda.h declares every version of a function (cuMemAlloc beside cuMemAlloc_v2, and the _ptds
 # and _ptsz ones), and not only the newest under the plain name.
 _ALL_VERSIONS = "__CUDA_API_VERSION_INTERNAL"
 
-# What the system's headers use and pycparser does not know.
+# Names in system headers that pycparser does not know.
 _PLAIN_C = (
     "-D__attribute__(x)=",
     "-D__asm__(x)=",
@@ -26,19 +26,19 @@ _PLAIN_C = (
 
 
 class HeaderError(Exception):
-    """There is no cuda.h, or it cannot be read."""
+    """cuda.h is missing or cannot be read."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """A declaration: its name and its parameters as C spells them, "type name" each."""
+    """A declaration: its name, and each parameter as "type name" in C."""
 
     name: str
     parameters: tuple[str, ...]
 
 
 def find_include() -> Path:
-    """The folder of the newest cuda.h among the installed PyPI packages. Raises HeaderError."""
+    """Return the folder of the newest cuda.h in installed PyPI packages. Raises HeaderError."""
     spec = importlib.util.find_spec("nvidia")
     roots = [Path(path) for path in (spec.submodule_search_locations or [])] if spec else []
     found = [header for root in roots for header in sorted(root.glob("*/include/cuda.h"))]
@@ -48,7 +48,7 @@ def find_include() -> Path:
 
 
 def version_of(header: Path) -> int:
-    """CUDA_VERSION of a cuda.h: 13050 for 13.5."""
+    """Return CUDA_VERSION of a cuda.h: 13050 for 13.5."""
     with header.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             words = line.split()
@@ -58,7 +58,7 @@ def version_of(header: Path) -> int:
 
 
 def read_functions(include: Path, compiler: str = "gcc") -> dict[str, Function]:
-    """Every function that include/cuda.h declares, by name. Raises HeaderError."""
+    """Return every function that include/cuda.h declares, by name. Raises HeaderError."""
     header = include / "cuda.h"
     command = [compiler, "-E", "-P", "-std=c11", f"-D{_ALL_VERSIONS}", *_PLAIN_C, f"-I{include}", str(header)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -75,11 +75,11 @@ def _functions(source: str) -> dict[str, Function]:
             continue
         if not node.name.startswith("cu"):
             continue
-        # A stub that stands for a missing function answers with a CUresult, whatever was asked.
+        # The stub of a missing function returns a CUresult, so every function must return one.
         if getattr(node.type.type.type, "names", None) != ["CUresult"]:
             raise HeaderError(f"{node.name} does not return a CUresult")
         given = node.type.args.params if node.type.args else []
-        # `(void)` is no Decl but a Typename.
+        # `(void)` is a Typename, not a Decl.
         found[node.name] = Function(
             node.name, tuple(write.visit(one) for one in given if isinstance(one, c_ast.Decl))
         )

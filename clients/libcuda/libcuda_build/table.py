@@ -1,4 +1,4 @@
-"""functions.toml and names.txt, checked against the header. Unknown keys and names are errors."""
+"""Check of functions.toml and names.txt against cuda.h. Unknown keys and names are errors."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ ALWAYS, MEMORY, NEVER = WHEN = ("always", "memory", "never")
 
 
 class TableError(Exception):
-    """functions.toml or names.txt says something that cannot be."""
+    """functions.toml or names.txt has an invalid entry."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is built: all names in order (their position is their index), and those that the proxy knows."""
+    """The plan of a build: all names in order (the position is the index), and the functions used by name."""
 
     names: tuple[str, ...]
-    called: tuple[str, ...]  # those whose real function the proxy calls
-    wrapped: Mapping[str, str]  # those that have a wrapper too, and when
+    called: tuple[str, ...]  # the proxy calls the real function
+    wrapped: Mapping[str, str]  # the proxy has a wrapper; the value tells when it is used
     functions: Mapping[str, Function]
     carried: tuple[Carried, ...] = ()
     per_thread: tuple[PerThread, ...] = ()
 
 
 def read_plan(folder: Path, functions: Mapping[str, Function]) -> Plan:
-    """The plan of functions.toml and names.txt in `folder`. Raises TableError."""
+    """Return the plan from functions.toml and names.txt in `folder`. Raises TableError."""
     entries = _entries(tomllib.loads((folder / "functions.toml").read_text()))
     unknown = sorted(set(entries) - set(functions))
     if unknown:
@@ -65,11 +65,11 @@ def _entries(table: Mapping[str, object]) -> dict[str, str]:
 
 
 def _extra(path: Path) -> dict[str, bool]:
-    """The names, and whether it is known that they take nothing."""
+    """Return the names, and whether each is known to have no parameters."""
     lines = [line.strip() for line in path.read_text().splitlines()]
     given = [line for line in lines if line and not line.startswith("#")]
     names = {line.removesuffix("()"): line.endswith("()") for line in given}
     wrong = [name for name in names if not (name.isidentifier() and name.startswith("cu"))]
     if wrong:
-        raise TableError(f"{path.name}: not names of the driver's: {', '.join(wrong)}")
+        raise TableError(f"{path.name}: not names of driver functions: {', '.join(wrong)}")
     return names

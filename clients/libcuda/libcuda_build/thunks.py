@@ -1,4 +1,4 @@
-"""Functions that are not carried over: noted once, and refused after a move."""
+"""Thunks for functions that fail-over does not preserve: noted once, and refused after a fail-over."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ mpsd_thunks:
 
 
 def thunks(slots: int) -> Iterator[str]:
-    """The body of thunks.S, between the head and the notes of stubs.S."""
+    """Yield the body of thunks.S, between the head and the notes of stubs.S."""
     yield _THUNKS
     yield from (f"\tthunk {index}" for index in range(slots))
     yield "#endif"

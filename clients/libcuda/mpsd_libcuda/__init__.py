@@ -1,4 +1,4 @@
-"""libcuda.so.1, the proxy, as an installed package: where it lies, and what it says about a process."""
+"""libcuda.so.1, the proxy, as an installed package: its folder, and its statistics of a process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ __all__ = ["LIBRARY_NAME", "State", "Stats", "library_directory", "read_stats"]
 
 
 def library_directory() -> Path | None:
-    """The folder for LD_LIBRARY_PATH, which holds nothing but the proxy; None where it was not built."""
+    """Return the folder for LD_LIBRARY_PATH, which contains only the proxy; None if it was not built."""
     folder = Path(__file__).resolve().parent / "lib"
     return folder if (folder / LIBRARY_NAME).exists() else None

@@ -1,4 +1,4 @@
-"""What the proxy in a process tells about itself: the shared structure of src/stats.h, read from outside."""
+"""Statistics of the proxy in a process: the shared structure of src/stats.h, read from outside."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEAD = struct.Struct("<Q10I20Q256s512s")
 _UNKNOWN = struct.Struct("<Q88s")
 _UNKNOWN_MAX = 64
 _TAIL = struct.Struct("<5Q128sQ")
-"""At the end, of validation and `relayed`: zeros in what a build tells that does not have them."""
+"""Trailing fields of validation and `relayed`: zeros in a proxy build that lacks them."""
 _BYTES = _HEAD.size + _UNKNOWN_MAX * _UNKNOWN.size + _TAIL.size
 
 
@@ -29,7 +29,7 @@ class State(enum.IntEnum):
 
 
 class Window(enum.IntEnum):
-    """Where the windows of addresses lie: ELSEWHERE is not where they were wanted."""
+    """Where the address windows are. ELSEWHERE: not at the requested address."""
 
     NOT_YET = 0
     AS_WANTED = 1
@@ -39,11 +39,11 @@ class Window(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Validation:
-    """What MPSD_FAILOVER_VALIDATE=1 has found so far.
+    """Findings of MPSD_FAILOVER=validate so far.
 
-    `operations` were looked at, `unsure` ones not, for they cannot be undone anyway. `strays`: pages that
-    were written where no parameter leads; `variables`: writes of modules' variables; `first`: the first of
-    either. `unread`: images of code whose variables nobody knows, or that use the device's own heap.
+    `operations`: checked; `unsure`: not checked, because they cannot be rolled back. `strays`: pages written
+    outside the parameters; `variables`: writes of module variables; `first`: the first of either. `unread`:
+    code images with unknown variables, or with use of the device heap.
     """
 
     operations: int
@@ -56,17 +56,17 @@ class Validation:
 
 @dataclass(frozen=True)
 class Stats:
-    """One reading. `driver_version` is 0 until the program has called cuInit.
+    """One reading of the statistics. `driver_version` is 0 until the program has called cuInit.
 
-    `vault_*`: allocations in exportable memory, their bytes, the bytes mapped for them, and how often the
-    driver had to answer cuMemAlloc itself; pieces (slabs and large allocations) that the daemon has
-    taken, that it refused, and that it never heard of, so far.
+    `vault_*`: allocations in exportable memory, their bytes, the bytes mapped for them, and calls of
+    cuMemAlloc that the driver answered instead; segments (slabs and large allocations) that the daemon has
+    taken, refused, or not received so far.
 
-    `ipc_*`: handles of such memory given out, handles of other processes that are open now, and calls that
-    the vault could not answer. `passed_*`: allocations that are not vaulted, so far: stream-ordered ones,
-    managed memory, host memory (registered too), and the program's own of cuMemCreate. `window_base`: the
-    address of the first window, 0 for none. `host_guard`: bytes of the program's host memory under guard now.
-    `relayed`: launches that the program's threads have left to a thread of the proxy's, so far.
+    `ipc_*`: exported handles of such memory, open handles of other processes, and calls that the vault could
+    not answer. `passed_*`: allocations outside the vault so far: stream-ordered memory, managed memory, host
+    memory (also registered), and the program's own cuMemCreate. `window_base`: address of the first window, 0
+    without one. `host_guard`: bytes of host memory under guard now. `relayed`: launches that the proxy's
+    launch thread has made so far.
     """
 
     pid: int
@@ -105,13 +105,13 @@ class Stats:
 
 
 _COUNTED = [field.name for field in fields(Stats)][4:-6]
-"""In the order of stats.h, between the path and the window."""
+"""Counters in the order of stats.h, between the path and the window."""
 
 
 def read_stats(pid: int) -> Stats | None:
-    """The statistics of a process; None if it has no proxy, is gone, or has one of another version.
+    """Return the statistics of a process, or None without a proxy of this version or without the process.
 
-    Raises PermissionError for a process whose memory the caller may not read.
+    Raises PermissionError if the caller may not read the process's memory.
     """
     try:
         with open(f"/proc/{pid}/maps") as maps:
@@ -126,13 +126,13 @@ def read_stats(pid: int) -> Stats | None:
 
 
 def decode(data: bytes) -> Stats | None:
-    """The structure in `data`; None if it is none of this version."""
+    """Decode the structure, or return None for another version."""
     if len(data) < _BYTES:
         return None
     magic, version, _, pid, state, *numbers, window, guard, reason, path = _HEAD.unpack_from(data)
     if magic != MAGIC or version != VERSION:
         return None
-    # Without the reserved word among them.
+    # Skip the reserved field.
     counts: dict[str, Any] = dict(zip(_COUNTED, [*numbers[:5], *numbers[6:]], strict=True))
     unknown: Counter[str] = Counter()
     for number in range(_UNKNOWN_MAX):

@@ -5,6 +5,7 @@
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -19,17 +20,29 @@
 /* One write, so that lines of several processes do not mix; stdio is the program's own. */
 void mpsd_say(const char *format, ...)
 {
-	char line[1024];
-	int length = snprintf(line, sizeof(line), "mpsd-libcuda[%d]: ", (int)getpid());
+	char line[1024], *text = line, *longer = NULL;
+	size_t head = (size_t)snprintf(line, sizeof(line), "mpsd-libcuda[%d]: ", (int)getpid()), length;
 	va_list arguments;
 
 	va_start(arguments, format);
-	vsnprintf(line + length, sizeof(line) - (size_t)length - 1, format, arguments);
+	length = head + (size_t)vsnprintf(line + head, sizeof(line) - head, format, arguments);
 	va_end(arguments);
-	length = (int)strlen(line);
-	line[length++] = '\n';
-	if (write(STDERR_FILENO, line, (size_t)length) < 0)
-		return;	/* a program without stderr hears nothing */
+	/* A list of kernels may be longer, and half of one misleads. */
+	if (length >= sizeof(line))
+		longer = malloc(length + 1);
+	if (longer) {
+		memcpy(longer, line, head);
+		va_start(arguments, format);
+		vsnprintf(longer + head, length + 1 - head, format, arguments);
+		va_end(arguments);
+		text = longer;
+	} else if (length >= sizeof(line)) {
+		length = sizeof(line) - 1;
+	}
+	text[length++] = '\n';	/* in the place of the end */
+	if (write(STDERR_FILENO, text, length) < 0)
+		length = 0;	/* a program without stderr gets no messages */
+	free(longer);
 }
 
 /* The stubs stay, for the program has pointers to them; each one leads to the real function now. */
@@ -47,7 +60,7 @@ void mpsd_step_aside(const char *reason)
 					 __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
 		return;
 	snprintf(mpsd_stats->reason, sizeof(mpsd_stats->reason), "%s", reason);
-	mpsd_say("stepping aside: %s; the program runs as if this library were not there", reason);
+	mpsd_say("pass-through: %s; the program runs without mpsd's protection", reason);
 }
 
 struct search {
@@ -68,7 +81,7 @@ static int is_another(struct dl_phdr_info *object, size_t size, void *context)
 	if (!mpsd_elfview_of_object(object, &view) || !view.soname ||
 	    strncmp(view.soname, "libcuda.so", strlen("libcuda.so")) != 0)
 		return 0;
-	snprintf(search->reason, search->size, "the program has opened another libcuda (%s)",
+	snprintf(search->reason, search->size, "the program has loaded another libcuda (%s)",
 		 object->dlpi_name);
 	return 1;
 }
@@ -95,11 +108,11 @@ const char *mpsd_reason_to_step_aside(void)
 	int version = 0;
 
 	if (real_cuDriverGetVersion(&version) != CUDA_SUCCESS)
-		return "the driver does not tell its version";
+		return "the driver does not report its version";
 	mpsd_stats->driver_version = (uint32_t)version;
 	if (version < OLDEST_DRIVER || version >= TOO_NEW_DRIVER) {
 		snprintf(reason, sizeof(reason),
-			 "the driver is for CUDA %d.%d, and this library knows 12.4 to 13.x",
+			 "the driver is for CUDA %d.%d, but mpsd's libcuda supports 12.4 to 13.x",
 			 version / 1000, version % 1000 / 10);
 		return reason;
 	}

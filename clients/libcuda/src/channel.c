@@ -31,7 +31,7 @@ static void read_environment(void)
 		return;
 	/* Cut, it would be that of others, too. */
 	if (secret && strlen(secret) > sizeof(token)) {
-		mpsd_say("MPSD_VAULT_TOKEN has %zu bytes, and may have %zu: this program has no vault", strlen(secret), sizeof(token));
+		mpsd_say("vault disabled: MPSD_VAULT_TOKEN has %zu bytes, the limit is %zu; use a shorter token", strlen(secret), sizeof(token));
 		return;
 	}
 	strcpy(path, where);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * What is said on RUN/failover.sock (SOCK_SEQPACKET), in both directions: one structure of fixed size per
- * message, in the machine's own byte order. mpsd/failover/wire.py reads the same, and a test compares the
+ * message, in the machine's own byte order. mpsd/failover/messages.py reads the same, and a test compares the
  * two by what the compiler says. Neither side answers a message; each goes on as it can.
  *
  * A standby is a context in a second domain on the same GPU, made by a second copy of the driver in the

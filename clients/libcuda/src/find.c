@@ -124,7 +124,7 @@ void *mpsd_find_real(char *path, size_t size, bool *was_there)
 	const char *list = secure_getenv("LD_LIBRARY_PATH");
 
 	if (named && *named && !take(named, &found))
-		mpsd_say("MPSD_REAL_LIBCUDA=%s is not a CUDA driver; looking where the loader looks", named);
+		mpsd_say("MPSD_REAL_LIBCUDA=%s is not a CUDA driver: searching the loader's paths", named);
 	if (!found.handle && !(list && *list && take_from_list(list, &found)) &&
 	    !mpsd_cache_lookup(CACHE, NAME, take, &found))
 		take_from_usual_places(&found);

@@ -14,9 +14,9 @@
 
 #include "clock.h"
 #include "cover.h"
+#include "debug.h"
 #include "failover/copy.h"
 #include "hostplan.h"
-#include "limits.h"
 #include "notes.h"
 #include "place.h"
 #include "proxy.h"
@@ -46,9 +46,9 @@ static struct mpsd_spared {
 
 void mpsd_hostguard_prepare(void)
 {
-	most_bytes = mpsd_read_number("MPSD_HOST_GUARD_BYTES", 0, HOSTPLAN_GRANULE, 0, LARGEST);
+	most_bytes = mpsd_debug_number(MPSD_DEBUG_HOST_GUARD_BYTES, 0, HOSTPLAN_GRANULE, 0, LARGEST);
 	if (most_bytes && !mpsd_zones_size()) {
-		mpsd_say("no guard over host memory: there are no zones in this process");
+		mpsd_say("no guard over host memory: guard zones are off in this process");
 		most_bytes = 0;
 	}
 	if (!most_bytes)
@@ -189,15 +189,15 @@ static void say_loss(bool has_maps, size_t wanted)
 	const char *why = NULL;
 
 	if (mpsd_place_has_missed())
-		why = "there is no place left for the driver's mappings";
+		why = "no address range is left for the driver's mappings";
 	else if (!has_maps)
 		why = "/proc/self/maps cannot be read";
 	else if (is_forgetful)
-		why = "no host memory to note what is registered";
+		why = "out of host memory for the list of registered memory";
 	else if (wanted && !laid_count && has_context && !is_lifted)
-		why = "the driver takes no range there";
+		why = "the driver refuses ranges over host memory";
 	if (why && !is_said)
-		mpsd_say("there is no guard over host memory: %s", why);
+		mpsd_say("no guard over host memory: %s", why);
 	is_said |= why != NULL;
 }
 
@@ -250,8 +250,8 @@ static const char *obstacle(CUdevice device)
 	if (real_cuDeviceGetCount(&count) || count != 1)
 		return "the program has several GPUs";
 	if (real_cuDeviceGetAttribute(&pageable, CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS, device) || pageable)
-		return "the GPU follows the host's page tables, where every pointer of the host's is good";
-	return mpsd_place_is_used() ? NULL : "this driver's mappings cannot be led elsewhere";
+		return "the GPU uses the host's page tables, so every host pointer is valid";
+	return mpsd_place_is_used() ? NULL : "this driver's mappings cannot be redirected";
 }
 
 void mpsd_hostguard_begin(CUdevice device, const CUuuid *gpu)
@@ -265,7 +265,7 @@ void mpsd_hostguard_begin(CUdevice device, const CUuuid *gpu)
 	guarded_gpu = *gpu;
 	why = obstacle(device);
 	if (!why && !mpsd_thread_start(follow, NULL))
-		why = "there is no thread for it";
+		why = "cannot create a thread";
 	if (why)
 		mpsd_say("no guard over host memory: %s", why);
 	else

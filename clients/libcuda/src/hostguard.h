@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * A guard over the program's own host memory, laid from inside, with MPSD_HOST_GUARD_BYTES (off without): a kernel
+ * A guard over the program's own host memory, laid from inside, with host_guard_bytes in MPSD_DEBUG (off without): a kernel
  * that is handed a pointer of the host's is absorbed, silently, where it would be fatal for every client of the
  * server. From outside that cannot be done: there nobody sees which memory the program registers, nor where the
  * driver's own mappings will lie (place.h).

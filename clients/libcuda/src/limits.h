@@ -6,7 +6,7 @@
 
 #define MPSD_FAR_MOST ((uint64_t)16 << 30)
 
-/* What the environment says of guard zones and quarantine. */
+/* Sizes of guard zones and of the quarantine: the defaults, or those of MPSD_DEBUG (debug.h). */
 struct mpsd_limits {
 	uint64_t zone_bytes;		/* on each side of a piece; 0: none, and nothing else counts */
 	uint64_t far_bytes;		/* below all pieces of a window, and behind them; 0: none */
@@ -15,11 +15,4 @@ struct mpsd_limits {
 	uint64_t zones;			/* of any kind, at a time */
 };
 
-/*
- * A number of the environment's: a multiple of `unit` from `least` to `most`. A wrong one is said, and `otherwise`
- * taken.
- */
-uint64_t mpsd_read_number(const char *name, uint64_t otherwise, uint64_t unit, uint64_t least, uint64_t most);
-
-/* A wrong value is said, and the default taken. */
 struct mpsd_limits mpsd_limits_read(bool daemon);

@@ -69,7 +69,7 @@ __attribute__((constructor(101))) static void load(void)
 	handle = mpsd_find_real(mpsd_stats->real_path, sizeof(mpsd_stats->real_path), &was_there);
 	if (!handle) {
 		mpsd_stats->state = MPSD_NO_DRIVER;
-		mpsd_say("no CUDA driver found (no libcuda.so.1 but this one); programs find no device");
+		mpsd_say("no CUDA driver found (only mpsd's libcuda.so.1): the program finds no device");
 		return;
 	}
 	mpsd_real_handle = handle;
@@ -79,5 +79,5 @@ __attribute__((constructor(101))) static void load(void)
 	fill_table();
 	mpsd_stats->state = MPSD_ACTIVE;
 	if (was_there)
-		mpsd_step_aside("the program had opened the driver by its path before");
+		mpsd_step_aside("the program opened the driver by its path before");
 }

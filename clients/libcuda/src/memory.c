@@ -2,7 +2,7 @@
 /*
  * Memory that can outlive its program: cuMemAlloc answered with exportable physical memory, mapped in
  * a window of addresses that the proxy reserves once per device. Off unless there is a daemon to bring
- * it to (MPSD_VAULT_SOCKET), or MPSD_VAULT=1 asks for it; MPSD_VAULT=0 turns it off in any case.
+ * it to (MPSD_VAULT_SOCKET), or MPSD_DEBUG=vault=1 asks for it; MPSD_DEBUG=vault=0 turns it off in any case.
  *
  * Memory of cuMemAlloc ends with its context, and mapped memory does not: so this is for primary
  * contexts, whose end the proxy sees. Whatever cannot be done this way is done by the real driver's
@@ -11,11 +11,10 @@
 #include "memory.h"
 
 #include <pthread.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "arena.h"
 #include "capture.h"
+#include "debug.h"
 #include "exact/exact.h"
 #include "failover/carry.h"
 #include "failover/line.h"
@@ -40,9 +39,7 @@ pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 bool mpsd_memory_wanted(void)
 {
-	const char *wish = secure_getenv("MPSD_VAULT");
-
-	return wish ? !strcmp(wish, "1") : mpsd_vault_offered();
+	return mpsd_debug_number(MPSD_DEBUG_VAULT, mpsd_vault_offered(), 1, 0, 1);
 }
 
 static void open_window(struct window *window, CUdevice device)

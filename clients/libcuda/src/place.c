@@ -4,11 +4,11 @@
  * use is passed over. A hint, not MAP_FIXED: the kernel takes it where there is room, and nothing is ever replaced.
  */
 #include "place.h"
+#include "debug.h"
 
 #include <stdatomic.h>
 #include <sys/mman.h>
 
-#include "limits.h"
 
 /* Behind the windows (window.c), where processes of PyTorch, CuPy and JAX had nothing either. */
 #define USUAL_BASE ((uint64_t)0x280000000000)
@@ -31,7 +31,7 @@ static _Atomic(uint64_t) given;		/* in all; the next place is that modulo the ar
 
 void mpsd_place_begin(void)
 {
-	area_base = mpsd_read_number("MPSD_PLACE_BASE", USUAL_BASE, STEP, LOWEST, END_OF_ADDRESSES - CHOSEN_SIZE);
+	area_base = mpsd_debug_number(MPSD_DEBUG_PLACE_BASE, USUAL_BASE, STEP, LOWEST, END_OF_ADDRESSES - CHOSEN_SIZE);
 	area_size = area_base == USUAL_BASE ? USUAL_SIZE : CHOSEN_SIZE;
 	atomic_store(&is_on, true);
 }

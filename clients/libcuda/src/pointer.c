@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
  * What can be asked about a pointer into the window. The driver answers for the mapping that it knows,
- * and what differs for memory of cuMemAlloc is put right afterwards; the README goes through the list.
+ * and what differs for memory of cuMemAlloc is put right afterwards; mpsd/docs/proxy-memory.md has the list.
  */
 #include "channel.h"
 #include "marks.h"

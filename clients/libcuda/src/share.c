@@ -130,7 +130,7 @@ CUresult mpsd_ipc_failed(void)
 	mpsd_count(ipc_failed);
 	if (!__atomic_exchange_n(&said, true, __ATOMIC_RELAXED))
 		mpsd_say("legacy IPC of vaulted memory failed: the vault (MPSD_VAULT_SOCKET) does not answer, "
-			 "has not got that memory (a quota), or its owner is another or has ended");
+			 "does not have that memory (a quota), or its owner is another user or has ended");
 	return CUDA_ERROR_MAP_FAILED;
 }
 

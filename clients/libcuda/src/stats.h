@@ -68,7 +68,7 @@ struct mpsd_stats {
 	char reason[256];		/* why it stepped aside */
 	char real_path[512];
 	struct mpsd_unknown unknown[MPSD_UNKNOWN_MAX];
-	/* 0 in what an earlier build tells, whose `size` ends here. All of MPSD_FAILOVER_VALIDATE: */
+	/* 0 in what an earlier build tells, whose `size` ends here. All of MPSD_FAILOVER=validate: */
 	uint64_t validated;		/* operations that were looked at, */
 	uint64_t validate_unsure;	/* and that were not: they cannot be undone, which the daemon knows */
 	uint64_t validate_strays;	/* pages written where no parameter leads */

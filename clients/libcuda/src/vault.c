@@ -289,7 +289,7 @@ static bool start(void)
 		pthread_atfork(NULL, NULL, in_child);
 		atexit(at_end);
 	} else if (!failed) {
-		mpsd_say("no thread for the vault: memory is not brought to mpsd, and has no guard zones");
+		mpsd_say("vault and guard zones disabled: cannot create a thread; raise TasksMax or ulimit -u");
 	}
 	failed = !started;
 	return started;

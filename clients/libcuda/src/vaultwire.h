@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * What is said on RUN/vault.sock (SOCK_SEQPACKET), in both directions: one structure of fixed size per
- * message, in the machine's own byte order, for both ends are on one machine. mpsd/vault/wire.py reads
+ * message, in the machine's own byte order, for both ends are on one machine. mpsd/vault/messages.py reads
  * the same, and a test compares the two by what the compiler says.
  *
  *	HELLO	token			once, first; zeros: the owner is the uid in its cgroup

@@ -1,22 +1,21 @@
 // SPDX-License-Identifier: MIT
 /*
- * Where a window lies. MPSD_WINDOW_BASE and MPSD_WINDOW_BYTES (of each device, the next device's right
- * behind) choose, in C's notation; without them it is far from where the loader, the heap and the
- * driver's own reservations were seen, with several times the memory, so that holes never make an
- * allocation fail, and the zones around as many pieces as there can be; around fewer, where so many
- * addresses cannot be had. Any place will do: what is in use, or refused, is passed over.
+ * Where a window lies: far from where the loader, the heap and the driver's own reservations were seen. It
+ * has several times the memory, so that holes never make an allocation fail, and zones around as many
+ * segments as there can be; around fewer, where so many addresses cannot be had. window_base and
+ * window_bytes in MPSD_DEBUG (of each device, the next device's right behind) choose another place and
+ * size. Any place will do: what is in use, or refused, is passed over.
  */
 #include "window.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "arena.h"
+#include "debug.h"
 #include "physical.h"
 #include "proxy.h"
 #include "stats.h"
@@ -37,24 +36,6 @@ struct wish {
 	CUdeviceptr base;	/* 0: not chosen */
 	size_t size;		/* 0: not chosen */
 };
-
-/* A multiple of the granule between `least` and `most`; 0, and a line, for what is none. */
-static uint64_t read_number(const char *name, uint64_t least, uint64_t most)
-{
-	const char *text = secure_getenv(name);
-	char *end;
-	unsigned long long value;
-
-	if (!text || !*text)
-		return 0;
-	errno = 0;
-	value = strtoull(text, &end, 0);
-	if (!errno && !*end && *text != '-' && value % ARENA_GRANULE == 0 && value >= least && value <= most)
-		return value;
-	mpsd_say("%s=%s is not used: it wants a multiple of 0x%zx between 0x%llx and 0x%llx", name, text,
-		 ARENA_GRANULE, (unsigned long long)least, (unsigned long long)most);
-	return 0;
-}
 
 /* Whatever of this process lies there already, as /proc/self/maps has it. */
 static bool is_in_use(CUdeviceptr base, size_t size, char *what, size_t room)
@@ -122,7 +103,7 @@ static void note(CUdevice device, enum mpsd_window how, CUdeviceptr base)
 static bool reserve_somewhere(struct wish wish, CUdevice device, CUdeviceptr wanted, size_t lead, size_t size,
 			      CUdeviceptr *base)
 {
-	char what[512] = "the driver gives another place";
+	char what[512] = "the driver chose another address";
 	bool used = is_in_use(wanted - lead, size, what, sizeof(what));
 
 	if (!used && reserve_at(wanted - lead, size, base)) {
@@ -133,7 +114,7 @@ static bool reserve_somewhere(struct wish wish, CUdevice device, CUdeviceptr wan
 		return false;
 	note(device, MPSD_WINDOW_ELSEWHERE, *base + lead);
 	if (wish.base)
-		mpsd_say("the window of device %d is at 0x%llx, not at 0x%llx (MPSD_WINDOW_BASE): %s", device,
+		mpsd_say("the window of device %d is at 0x%llx instead of 0x%llx (window_base): %s", device,
 			 (unsigned long long)(*base + lead), (unsigned long long)wanted, what);
 	return true;
 }
@@ -176,8 +157,8 @@ bool mpsd_window_reserve(CUdevice device, size_t zone, size_t *lead, CUdeviceptr
 {
 	static pthread_once_t once = PTHREAD_ONCE_INIT;
 	struct wish wish = {
-		read_number("MPSD_WINDOW_BASE", LOWEST, END_OF_ADDRESSES - ARENA_GRANULE),
-		read_number("MPSD_WINDOW_BYTES", ARENA_GRANULE, END_OF_ADDRESSES / 2),
+		mpsd_debug_number(MPSD_DEBUG_WINDOW_BASE, 0, ARENA_GRANULE, LOWEST, END_OF_ADDRESSES - ARENA_GRANULE),
+		mpsd_debug_number(MPSD_DEBUG_WINDOW_BYTES, 0, ARENA_GRANULE, ARENA_GRANULE, END_OF_ADDRESSES / 2),
 	};
 	size_t total = 0, granules, pieces, far = *lead;
 	CUdeviceptr wanted;
@@ -202,7 +183,7 @@ bool mpsd_window_reserve(CUdevice device, size_t zone, size_t *lead, CUdeviceptr
 		pieces /= 4;
 	} while (zone && !wish.size && pieces >= FEWEST_PIECES);
 	note(device, MPSD_WINDOW_NONE, 0);
-	mpsd_say("no window of 0x%zx bytes for device %d: its memory is the driver's own, and not vaulted", *size,
+	mpsd_say("vault disabled: no window of 0x%zx bytes for device %d; its memory has no guard zones", *size,
 		 device);
 	return false;
 }
@@ -212,7 +193,7 @@ void mpsd_window_give_up(CUdevice device, CUdeviceptr base, size_t size)
 	atomic_store(&reserved[device].size, 0);
 	real_cuMemAddressFree(base, size);
 	mpsd_stats->window = MPSD_WINDOW_NONE;
-	mpsd_say("no memory to keep books of a window of 0x%zx bytes: memory is the driver's own, and not vaulted", size);
+	mpsd_say("vault disabled: no host memory to manage a window of 0x%zx bytes; memory has no guard zones", size);
 }
 
 CUmemAllocationProp mpsd_window_property(CUdevice device)

@@ -10,7 +10,7 @@
 #include "span.h"
 
 /*
- * Reserve the addresses of a device's window, where MPSD_WINDOW_BASE and MPSD_WINDOW_BYTES want them if
+ * Reserve the addresses of a device's window, where window_base and window_bytes in MPSD_DEBUG want them if
  * that can be; what could not be is said, and in the statistics. `zone` bytes are wanted on each side of a
  * piece. `lead`: how many are wanted before and behind all pieces; then, how many lie between `base` and where
  * the first piece may begin. False: there is no window.

@@ -5,6 +5,7 @@
 #include "failover/carry.h"
 #include "failover/copy.h"
 #include "failover/line.h"
+#include "failover/lost.h"
 #include "hostguard.h"
 #include "memory.h"
 #include "proxy.h"
@@ -19,14 +20,16 @@ static void start_memory(void)
 static void check(void)
 {
 	const char *reason = mpsd_reason_to_step_aside();
+	bool wanted = !reason && mpsd_memory_wanted();
 
 	if (reason)
 		mpsd_step_aside(reason);
-	else if (mpsd_memory_wanted())
+	else if (wanted)
 		start_memory();
 	/* Only what lies in a window can come along. What the first copy has on the GPU is known from the beginning. */
-	if (!reason && mpsd_memory_wanted() && mpsd_line_offered()) {
+	if (wanted && mpsd_line_offered()) {
 		mpsd_carry_install();
+		mpsd_lost_watch();
 		mpsd_copy_watch_first();
 	}
 }

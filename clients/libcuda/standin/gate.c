@@ -2,8 +2,8 @@
 /*
  * For tests that have to know how far the GPU is: a file named gate in CUDA_MPS_PIPE_DIRECTORY has five words of 64
  * bits, shared with the test. How many more operations may begin (all ones: any number); what the context dies
- * of (0: nothing); in which calls threads are kept (the sum of GATE_...), and in which one is; how many operations
- * have begun and not ended. Without the file nothing is held.
+ * of (0: nothing); in which calls threads are kept (the sum of GATE_..., and in the upper half how often all were
+ * released), and in which one is; how many operations have begun and not ended. Without the file nothing is held.
  */
 #include <fcntl.h>
 #include <stdio.h>
@@ -77,9 +77,17 @@ bool gate_wants(uint64_t what)
 	return gate && __atomic_load_n(gate + 2, __ATOMIC_ACQUIRE) & what;
 }
 
+static uint64_t releases(void)
+{
+	return gate ? __atomic_load_n(gate + 2, __ATOMIC_ACQUIRE) >> 32 : 0;
+}
+
+/* A release counts for every thread that waited at that time, even if it next looks after the test keeps again. */
 void gate_keep(uint64_t call)
 {
-	while (gate_wants(call)) {
+	uint64_t entered = releases();
+
+	while (gate_wants(call) && releases() == entered) {
 		__atomic_store_n(gate + 3, call, __ATOMIC_RELEASE);
 		usleep(LOOK_NS / 1000);
 	}

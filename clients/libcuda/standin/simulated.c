@@ -27,7 +27,7 @@ struct answer {
 };
 
 static int channel = -1;
-/* Shared with the GPU (mpsd/gpu/simulated/halts.py). */
+/* Shared with the GPU (mpsd/gpu/simulated/machine/halts.py). */
 static struct {
 	atomic_uint is_halted, running;
 } *words;

@@ -1,1 +1,1 @@
-"""What runs inside the virtual machine: init is its first process, checks are what it does."""
+"""Code inside the virtual machine: init is its first process, checks run in it."""

@@ -1,4 +1,4 @@
-"""The daemon's own adapter on the real device: what it reads of a fault, and what it asks for."""
+"""The daemon's own adapter on the real device: it reads a fault and makes requests."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from emulator.guest.check import Check, CheckError, expect
 from emulator.guest.gpuchecks import STRAY, no_trouble
 from emulator.guest.gpuclient import client
 from emulator.guest.isolation import FAR_MS, GUILTY, NEAR_MS
+from mpsd.base.model import Access, IsolationMode, KernelAction, KernelFault, ProcessInstance
 from mpsd.gpu.nvidia.kernel import NvidiaIsolation
-from mpsd.model import Access, IsolationMode, KernelAction, KernelFault, ProcessInstance
 
 START_TICKS = 22
 
 
 def instance(pid: int) -> ProcessInstance:
-    """As /proc has it (proc(5))."""
+    """Return the process instance from /proc (proc(5))."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b") ")[2].split()
     return ProcessInstance(pid, int(fields[START_TICKS - 3]))
 
 
 def until(door: NvidiaIsolation, action: KernelAction) -> KernelFault:
-    """The next record of this kind, as the daemon's loop would be woken for it. Raises CheckError."""
+    """Return the next record of this kind, read when the device is readable. Raises CheckError."""
     poller = select.poll()
     poller.register(door.fileno(), select.POLLIN)
     deadline = time.monotonic() + device.WAIT_S
@@ -38,7 +38,7 @@ def until(door: NvidiaIsolation, action: KernelAction) -> KernelFault:
 
 
 def as_the_daemon() -> str:
-    """Opens, sets the mode, reads the fault, acknowledges, has the client killed and reads of that."""
+    """Open, set the mode, read the fault, acknowledge it, have the client killed, and read that record."""
     device.set_deadline(FAR_MS)
     door = NvidiaIsolation()
     door.set_mode(IsolationMode.ISOLATE)
@@ -51,14 +51,14 @@ def as_the_daemon() -> str:
         record = until(door, KernelAction.SUNK)
         seen = (record.process, record.event.address, record.event.access, record.engine, record.why)
         expect("record", seen, (who, STRAY, Access.WRITE, "graphics", ""))
-        expect("of nobody", (door.acknowledge(1 << 40), door.kill(1 << 40)), (False, False))
+        expect("an unknown space", (door.acknowledge(1 << 40), door.kill(1 << 40)), (False, False))
         expect("asked for", (record.acknowledged, door.acknowledge(record.space)), (False, True))
-        # What is held after that is let go after ten deadlines.
+        # Held address spaces are released after ten deadlines.
         device.set_deadline(NEAR_MS)
         expect("killed", (door.kill(record.space), guilty.ended()), (True, True))
         expect("step", until(door, KernelAction.KILL).process, who)
         expect("again", door.kill(record.space), False)
-        expect("let go", until(door, KernelAction.GIVE_UP).process, who)
+        expect("released", until(door, KernelAction.GIVE_UP).process, who)
     device.set_deadline(FAR_MS)
     before = len(os.listdir("/proc/self/fd"))
     door.close()

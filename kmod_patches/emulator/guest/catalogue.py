@@ -1,4 +1,4 @@
-"""All checks, by the set that a machine is booted for."""
+"""All checks, by the set for which a machine is booted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAST = (Check("unload-gpu", checks.unload), Check("kernel-log", checks.kernel_lo
 
 
 def on_the_gpu(*parts: tuple[Check, ...]) -> tuple[Check, ...]:
-    """A boot with the GPU: loaded first, unloaded and the kernel's log read last."""
+    """Return a boot with the GPU: load it first, unload it and read the kernel's log last."""
     return (*START, *(check for part in parts for check in part), *LAST)
 
 
@@ -47,4 +47,4 @@ SETS = {
     "rig": misbehaving.RIG,
 }
 LONG = frozenset({"stock", "gpu-stock", "gpu-storms", "gpu-races", "gpu-failing"})
-"""Sets that CI has no time for."""
+"""Sets for which CI has no time."""

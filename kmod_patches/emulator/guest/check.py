@@ -1,4 +1,4 @@
-"""A check: a name, how long it may take, and a function that says what it saw or raises."""
+"""A check: a name, a time limit, and a function that returns its observation or raises."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ DEADLINE_S = 120.0
 
 
 class CheckError(Exception):
-    """What was seen is not what has to be."""
+    """The observation differs from the requirement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`deadline_s` is for a machine that is emulated instruction by instruction on a busy host."""
+    """`deadline_s` allows for a machine that is emulated instruction by instruction on a busy host."""
 
     name: str
     run: Callable[[], str]
@@ -22,6 +22,6 @@ class Check:
 
 
 def expect(what: str, seen: object, wanted: object) -> None:
-    """Raises CheckError where the two differ."""
+    """Raise CheckError if the two differ."""
     if seen != wanted:
-        raise CheckError(f"{what}: {seen!r}, not {wanted!r}")
+        raise CheckError(f"{what}: {seen!r}, expected {wanted!r}")

@@ -1,4 +1,4 @@
-"""The checks, in the order in which they are run: each leaves the machine as the next needs it."""
+"""The checks, in their order: each leaves the machine in the state that the next needs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STUB = "nvidia"
 UNLOAD_S = 60.0
 UNLOAD_POLL_S = 0.1
 UVM = "nvidia-uvm"
-# What UVM asks of the resource manager where there is no GPU, on its way in and out.
+# Calls of UVM to the resource manager without a GPU, when loading and unloading.
 COMING = {"nvUvmInterfaceRegisterUvmCallbacks": (1, 0), "nvUvmInterfaceSessionCreate": (1, 0)}
 GOING = {"nvUvmInterfaceDeRegisterUvmOps": (1, 0), "nvUvmInterfaceSessionDestroy": (1, 0)}
-# UVM's test of semaphores (206) makes one jump on purpose, which a module built for release reports.
+# UVM's test of semaphores (206) makes one jump on purpose, which a release build reports.
 EXPECTED = "UVM_GPU_SEMAPHORE_MAX_JUMP"
 TROUBLE = re.compile(
     r"BUG:|WARNING:|Oops|general protection|UBSAN|Call Trace|Assert failed|refcount_t:|[Mm]emory leak"
@@ -37,7 +37,7 @@ def load_uvm() -> str:
 
 
 def make_nodes() -> str:
-    """As nvidia-modprobe does: UVM registers numbers, and leaves the nodes to user space."""
+    """Create the device nodes like nvidia-modprobe: UVM registers only numbers."""
     major = system.character_major(UVM)
     for minor, name in enumerate(("nvidia-uvm", "nvidia-uvm-tools")):
         os.mknod(f"/dev/{name}", 0o20666, os.makedev(major, minor))
@@ -45,7 +45,7 @@ def make_nodes() -> str:
 
 
 def address_space() -> str:
-    """Opened, its memory pinned, closed in either order."""
+    """Open an address space, pin its memory, and close both in either order."""
     for first in (0, 1):
         space = uvm.open_space()
         held = [space, uvm.pin_memory(space)]
@@ -59,11 +59,11 @@ def unload_uvm() -> str:
     system.unload("nvidia_uvm")
     expect("calls of the stub", calls(), COMING | GOING)
     system.unload("nvidia")
-    return "nothing was left behind"
+    return "nothing remained"
 
 
 def unload() -> str:
-    """Both modules. A killed client's files may go late; what the stub finds left over is in the log."""
+    """Unload both modules. A killed client's files may close late; the stub logs leftovers."""
     deadline = time.monotonic() + UNLOAD_S
     while True:
         try:
@@ -78,7 +78,7 @@ def unload() -> str:
 
 
 def processes() -> set[int]:
-    """Those that live: a zombie does not."""
+    """Return the living processes, without zombies."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -91,7 +91,7 @@ def processes() -> set[int]:
 
 
 def kernel_log() -> str:
-    """No complaint of the kernel's or of UVM's since the machine was started."""
+    """Check that neither the kernel nor UVM has logged a complaint since the start of the machine."""
     lines = read_log()
     bad = [line for line in lines if TROUBLE.search(line) and EXPECTED not in line]
     if bad:
@@ -100,13 +100,13 @@ def kernel_log() -> str:
 
 
 def calls() -> dict[str, tuple[int, int]]:
-    """Functions of the stub that were called, with how often it answered and refused."""
+    """Return the called functions of the stub, with the number of answers and refusals."""
     words = (line.split() for line in Path("/proc/mpsd-stub").read_text().splitlines())
     return {name: (int(answered), int(refused)) for name, answered, refused in words}
 
 
 def read_log() -> list[str]:
-    """The kernel's log so far, without time stamps."""
+    """Return the kernel's log so far, without time stamps."""
     fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     lines: list[str] = []
     try:
@@ -136,4 +136,4 @@ STOCK = (
     Check("lease", tracking.lease),
     *ENDS,
 )
-"""What holds of any nvidia-uvm, with or without the patch."""
+"""Checks for any nvidia-uvm, with or without the patch."""

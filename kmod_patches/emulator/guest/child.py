@@ -1,4 +1,4 @@
-"""A process of its own that a check has: the kernel may kill it, and its memory is looked at from outside."""
+"""A process of a check: the kernel may kill it, and its memory is read from outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READY = b"r"
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """What is written to `tell` the process reads, what it writes is read from `hear`."""
+    """The process reads from `tell` and writes to `hear`."""
 
     pid: int
     pidfd: int
@@ -27,23 +27,23 @@ class Child:
 
 
 def becomes_readable(fd: int) -> bool:
-    """Whether it does within the time that a check waits."""
+    """Return whether a descriptor becomes readable within a check's waiting time."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(WAIT_MS))
 
 
 def wait_for(fd: int, what: str) -> None:
-    """Raises CheckError where a descriptor does not become readable."""
+    """Wait for a descriptor. Raises CheckError if it does not become readable."""
     if not becomes_readable(fd):
         raise CheckError(f"{what}: nothing within {WAIT_MS} ms")
 
 
 @contextmanager
 def child(body: Callable[[int, int], None]) -> Iterator[Child]:
-    """A process that runs `body(hear, tell)`, from the READY on that this says; killed at the end.
+    """Run `body(hear, tell)` in a process, from its READY on; kill it at the end.
 
-    Raises CheckError where it does not say so.
+    Raises CheckError if it does not send READY.
     """
     hear, to_child = os.pipe()
     from_child, tell = os.pipe()

@@ -1,4 +1,4 @@
-"""A fault is sunk where others have work in the client's channel group, and left to the driver elsewhere."""
+"""Faults are absorbed if other clients work in the channel group, and left to the driver otherwise."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from mpsd.gpu.nvidia.kernel_abi import Action, KernelRecord, Mode, Why
 
 ANSWERS = (Action.SUNK, Action.REFUSED, Action.REPORTED)
 ENDS = ("cancel-va", "cancel-instance", "reported", "went-on")
-# What is told, and how the access ends.
+# The recorded action, and the end of the access.
 SUNK = (Action.SUNK, Why.NONE, ["went-on"])
 ALONE = (Action.REFUSED, Why.ALONE, ["cancel-va"])
 COPY_ALONE = (Action.REFUSED, Why.ALONE, ["reported"])
-# Not that of the innocent client.
+# Not the innocent client's.
 ANOTHER_GROUP = 2
 VEID = 3
 UNREGISTER = b"u"
 
 
 def store(number: int = 0, veid: int = VEID) -> gpu.Fault:
-    """Farther from each other than a sink can be wide."""
+    """Return a store. Stores are farther from each other than a sparse mapping can be wide."""
     return gpu.Fault(STRAY + number * 8 * CHUNK, 1, veid=veid)
 
 
 def answer(
     what: str, opened: device.Device, fault: gpu.Fault, wanted: tuple[Action, Why, list[str]]
 ) -> KernelRecord:
-    """The record of the guilty client's fault; its page tables are written for a sink, and for nothing else.
+    """Return the record of the offender's fault; check that page tables are written only for a sparse
+    mapping.
 
-    Raises CheckError where it is not what is wanted.
+    Raises CheckError if it is not the wanted one.
     """
     before = gpu.digest(GUILTY)
     gpu.command("forget")
@@ -53,29 +54,29 @@ def answer(
 
 
 def wait_gone(handle: int) -> None:
-    """Until a client's page directory is unset, after its channels. Raises CheckError."""
+    """Wait until a client's page directory is unset, after its channels. Raises CheckError."""
     deadline = time.monotonic() + gpu.WAIT_S
     while handle in gpu.directories():
         if time.monotonic() > deadline:
-            raise CheckError(f"client {handle:#x} is there after {gpu.WAIT_S:g} s")
+            raise CheckError(f"client {handle:#x} still exists after {gpu.WAIT_S:g} s")
         time.sleep(gpu.POLL_S)
 
 
 def alone() -> str:
-    """In a channel group of its own, one without anybody else: not sunk, not condemned, not killed."""
+    """A client alone in its channel group: not absorbed, not condemned, not killed."""
     opened = isolating()
     with client(GUILTY, 1, veid=VEID):
-        record = answer("nobody else", opened, store(), ALONE)
+        record = answer("no other client", opened, store(), ALONE)
         expect("condemned, step", (record.condemned, record.deadline_ns), (False, None))
     with innocent(), client(GUILTY, 1, group=ANOTHER_GROUP, veid=INNOCENT_VEID):
-        answer("others in another group", opened, store(veid=INNOCENT_VEID), ALONE)
+        answer("other clients in another group", opened, store(veid=INNOCENT_VEID), ALONE)
     opened.close()
     no_trouble()
     return "cancelled"
 
 
 def plain() -> str:
-    """A process of which no channel is in a subcontext, its kernels and its copies, beside an MPS server."""
+    """A process without a channel in a subcontext, its kernels and its copies, beside an MPS server."""
     opened = isolating()
     with innocent(), client(GUILTY, 1, group=ANOTHER_GROUP, plain=True):
         answer("a store", opened, store(veid=0), ALONE)
@@ -84,32 +85,32 @@ def plain() -> str:
         answer("a copy", opened, copy, COPY_ALONE)
     opened.close()
     no_trouble()
-    return "cancelled, given back"
+    return "cancelled, returned"
 
 
 def comes_and_leaves() -> str:
-    """Company protects as long as it is there; without it even a condemned client gets the stock answer."""
+    """Another client protects while it exists; without it even a condemned client gets the stock answer."""
     opened = isolating()
     with client(GUILTY, 1, veid=VEID):
         answer("before", opened, store(0), ALONE)
         with innocent():
-            answer("beside another", opened, store(1), SUNK)
+            answer("beside another client", opened, store(1), SUNK)
         wait_gone(INNOCENT)
         record = answer("after", opened, store(2), ALONE)
         expect("condemned", record.condemned, True)
     opened.close()
     no_trouble()
-    return "cancelled, sunk, cancelled"
+    return "cancelled, absorbed, cancelled"
 
 
 def unregister(space: int, word: bytes) -> bytes:
-    """The innocent one's channel."""
+    """Unregister the innocent client's channel."""
     gpu.unregister_channel(space, INNOCENT, gpu.channel_handle(INNOCENT_CHANNEL, veid=INNOCENT_VEID))
     return word
 
 
 def lives_on_without_channels() -> str:
-    """Who has no channel in the group any more is no company, though the process is there."""
+    """A process without a channel in the group does not count as another client."""
     opened = isolating()
     other = client(INNOCENT, INNOCENT_CHANNEL, veid=INNOCENT_VEID, obey=unregister)
     with client(GUILTY, 1, veid=VEID), other as company:
@@ -120,35 +121,35 @@ def lives_on_without_channels() -> str:
         expect("alive", company.pid in checks.processes(), True)
     opened.close()
     no_trouble()
-    return "sunk, cancelled"
+    return "absorbed, cancelled"
 
 
 def dead_and_held() -> str:
-    """The work of a dead client whose files are held may still run: it is company until they are closed."""
+    """An exited client's work may still run while its files are held: it counts until they are closed."""
     opened = isolating()
     with client(GUILTY, 1, veid=VEID):
         with ExitStack() as held:
             with client(INNOCENT, INNOCENT_CHANNEL, veid=INNOCENT_VEID, shared=True) as company:
                 held.callback(os.close, space_of(company))
-            answer("beside a dead one", opened, store(0), SUNK)
+            answer("beside an exited client", opened, store(0), SUNK)
         wait_gone(INNOCENT)
         answer("its files closed", opened, store(1), ALONE)
     opened.close()
     no_trouble()
-    return "sunk, cancelled"
+    return "absorbed, cancelled"
 
 
 def reported() -> str:
-    """Mode report tells what mode isolate would do."""
+    """Mode report records what mode isolate would do."""
     opened = isolating()
     opened.set_mode(Mode.REPORT)
     with client(GUILTY, 1, veid=VEID):
-        answer("nobody else", opened, store(0), (Action.REPORTED, Why.ALONE, ["cancel-va"]))
+        answer("no other client", opened, store(0), (Action.REPORTED, Why.ALONE, ["cancel-va"]))
         with innocent():
-            answer("beside another", opened, store(1), (Action.REPORTED, Why.NONE, ["cancel-va"]))
+            answer("beside another client", opened, store(1), (Action.REPORTED, Why.NONE, ["cancel-va"]))
     opened.close()
     no_trouble()
-    return "ALONE, would be sunk"
+    return "ALONE, would be absorbed"
 
 
 CHECKS = (

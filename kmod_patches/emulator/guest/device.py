@@ -21,17 +21,17 @@ MODE_PARAMETER = PARAMETERS / "uvm_mpsd_mode"
 
 
 def present() -> bool:
-    """Whether this nvidia-uvm is a patched one."""
+    """Return whether this nvidia-uvm is patched."""
     return os.path.exists(abi.DEVICE)
 
 
 def set_deadline(milliseconds: int) -> None:
-    """How long a condemned client may stay before the first step."""
+    """Set the time that a condemned client may stay before the first step."""
     (PARAMETERS / "uvm_mpsd_deadline_ms").write_text(str(milliseconds))
 
 
 class Adapter(Protocol):
-    """What the daemon does with an open device. Requests raise OSError."""
+    """The daemon's use of an open device. Requests raise OSError."""
 
     def fileno(self) -> int: ...
     def close(self) -> None: ...
@@ -42,7 +42,7 @@ class Adapter(Protocol):
 
 
 class Plain:
-    """An adapter that is no more than the calls, with the daemon's description of their bytes."""
+    """An adapter of only the calls, with the daemon's description of their bytes."""
 
     def __init__(self) -> None:
         self._fd = os.open(abi.DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -54,7 +54,7 @@ class Plain:
         os.close(self._fd)
 
     def read(self) -> list[abi.KernelRecord]:
-        """What is there now."""
+        """Return the present records."""
         try:
             return list(abi.decode_records(os.read(self._fd, READ_BYTES)))
         except BlockingIOError:
@@ -73,12 +73,12 @@ class Plain:
 
 
 def open_adapter() -> Adapter:
-    """The one that all checks use."""
+    """Open the adapter that all checks use."""
     return Plain()
 
 
 class Device:
-    """The device as checks use it, through an adapter that reads from the oldest record that is kept."""
+    """The device as checks use it. Reads from the oldest record that the module keeps."""
 
     def __init__(self, adapter: Adapter | None = None) -> None:
         self._adapter = adapter or open_adapter()
@@ -88,7 +88,7 @@ class Device:
         self.acknowledge = self._adapter.acknowledge
 
     def ask(self, request: int, argument: bytes) -> int:
-        """An ioctl's error number, 0 if it has none; also of what no adapter asks."""
+        """Make an ioctl and return its error number, or 0; also for requests that no adapter makes."""
         try:
             fcntl.ioctl(self._adapter.fileno(), request, argument)
         except OSError as error:
@@ -96,16 +96,17 @@ class Device:
         return 0
 
     def read(self) -> list[abi.KernelRecord]:
-        """What is there now."""
+        """Return the present records."""
         return list(self._adapter.read())
 
     def skip(self) -> None:
-        """Everything told so far."""
+        """Skip all records so far."""
         while self.read():
             pass
 
     def until(self, what: str, wanted: Callable[[abi.KernelRecord], bool]) -> list[abi.KernelRecord]:
-        """All records up to one that is wanted, each as it wakes the reader. Raises CheckError."""
+        """Return all records up to a wanted one, reading as the device becomes readable. Raises
+        CheckError."""
         found: list[abi.KernelRecord] = []
         poller = select.poll()
         poller.register(self._adapter.fileno(), select.POLLIN)
@@ -118,7 +119,7 @@ class Device:
 
 
 def answers() -> str:
-    """Version, sizes and the driver's name; nothing is told of a module that has seen nothing."""
+    """Version, sizes and the driver's name; a module that has seen nothing has no records."""
     device = Device()
     state = device.query()
     device.close()
@@ -130,7 +131,7 @@ def answers() -> str:
 
 
 def modes() -> str:
-    """Each mode can be set, the module's parameter shows it; what is none cannot."""
+    """Each mode can be set and shows in the module's parameter; an invalid mode cannot be set."""
     device = Device()
     for mode in (abi.Mode.ISOLATE, abi.Mode.OFF, abi.Mode.REPORT):
         device.set_mode(mode)
@@ -144,7 +145,7 @@ def modes() -> str:
 
 
 def nothing_to_tell() -> str:
-    """A reader that waits for nothing is told so, and nobody can be evicted who is not there."""
+    """A non-blocking reader gets EAGAIN, and a missing client cannot be evicted."""
     device = Device()
     expect("records", device.read(), [])
     for request in (abi.IOC_ACKNOWLEDGE, abi.IOC_KILL, abi.IOC_RELEASE):

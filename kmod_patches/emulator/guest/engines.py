@@ -1,4 +1,4 @@
-"""Faults of copy engines and of the host, which are served one by one, and what UVM gives back unasked."""
+"""Faults of copy engines and of the host, served one by one, and faults that UVM returns itself."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from emulator.guest.check import Check, CheckError, expect
 from emulator.guest.gpuchecks import STRAY, no_trouble
 from emulator.guest.isolation import GUILTY, isolating
 from emulator.guest.rows import CHANNEL, MANAGED, TYPES, Row, guilty, outcome
+from mpsd.base.model import UvmReason
 from mpsd.gpu.nvidia.kernel_abi import Action, KernelRecord, Why
-from mpsd.model import UvmReason
 
-# More than the loop guard lets come again; one client's, none of which is another's number.
+# More than the loop guard lets repeat; all of one client, and none with another's number.
 CHANNELS = (CHANNEL, 3, 4, 5, 6, 7)
 MORE = CHANNELS[1:]
 ENDS = ("went-on", "reported")
@@ -27,7 +27,8 @@ def more_channels(space: int) -> None:
 
 
 def at_once() -> str:
-    """Copies of six channels into one freed area, all there before UVM looks: one sink, no loop."""
+    """Copies of six channels into one freed area, all present before UVM reads: one sparse mapping, no
+    loop."""
     opened = isolating()
     with innocent(), guilty(copies=True, veid=0, prepare=more_channels):
         gpu.command("forget")
@@ -47,7 +48,7 @@ def at_once() -> str:
 
 
 def given_back(row: Row) -> KernelRecord:
-    """The record of a fault that UVM gives back. Raises CheckError."""
+    """Return the record of a fault that UVM returns. Raises CheckError."""
     found, record = outcome(row)
     expect(f"{row.name}: told", (record.action, record.why), (Action.REFUSED, row.why))
     expect(f"{row.name}: end", [deed.name for deed in found if deed.name in ENDS], ["reported"])
@@ -56,7 +57,7 @@ def given_back(row: Row) -> KernelRecord:
 
 
 def fault_types() -> str:
-    """Each type that no mapping helps against, of a copy engine."""
+    """Each fault type of a copy engine that no mapping helps against."""
     for kind, told in TYPES:
         record = given_back(Row(told.name, copy(kind=kind), Why.FAULT_TYPE, copies=True))
         expect(f"{told.name}: type", record.fault_type, told)
@@ -64,7 +65,7 @@ def fault_types() -> str:
 
 
 def no_memory() -> str:
-    """UVM has no memory to serve a copy engine's fault: it ends the channel, which is told."""
+    """UVM has no memory to serve a copy engine's fault: it ends the channel, which is recorded."""
     row = Row(
         "no memory",
         copy(MANAGED),
@@ -77,7 +78,7 @@ def no_memory() -> str:
         if failing.failed()[1] == "nothing":
             raise CheckError("nothing failed")
     expect("reason", record.reason, UvmReason.UNKNOWN)
-    return "given back, told"
+    return "returned, recorded"
 
 
 CHECKS = (

@@ -1,4 +1,4 @@
-"""Allocations that fail on the way of a fault, one after the other: each ends in an answer."""
+"""Failing allocations while a fault is handled, one after the other: each case ends in an answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST = 200
 
 @contextmanager
 def failing(function: str, number: int, *, all_of_them: bool = False) -> Iterator[None]:
-    """Inside `function` the allocation of that number (0: none) fails, with `all_of_them` all later ones."""
+    """Fail the allocation of that number inside `function` (0: none), or also all later ones."""
     CONTROL.write_text(f"{function} {number}{' all' if all_of_them else ''}")
     try:
         yield
@@ -36,15 +36,15 @@ def failing(function: str, number: int, *, all_of_them: bool = False) -> Iterato
 
 
 def failed() -> tuple[int, str]:
-    """How many allocations there were, and which function failed ("nothing": none did)."""
+    """Return the number of allocations, and the function that failed ("nothing": none)."""
     words = CONTROL.read_text().split()
     return int(words[1]), words[3]
 
 
 def once(function: str, number: int) -> tuple[str, str]:
-    """A new client's first fault with that allocation failing: how the access ended, and what failed.
+    """Fail an allocation at a new client's first fault. Return the end of the access and the failed function.
 
-    Raises CheckError where the record does not fit the end, or anybody else was touched.
+    Raises CheckError if the record does not fit the end, or another client was touched.
     """
     opened = isolating()
     with innocent(), client(GUILTY, 1, veid=3, copies=function != REPLAYABLE):
@@ -59,13 +59,13 @@ def once(function: str, number: int) -> tuple[str, str]:
     expect("ended once", len(ended), 1)
     told = (records[-1].action, records[-1].why)
     wanted = (Action.SUNK, Why.NONE) if ended == ["went-on"] else (Action.REFUSED, Why.FAILED)
-    expect(f"told of {ended[0]} as {what} failed", told, wanted)
+    expect(f"record of {ended[0]} as {what} failed", told, wanted)
     no_trouble()
     return ended[0], what
 
 
 def sweep(function: str) -> str:
-    """Each allocation once, until there are no more; the access goes on where UVM has another way."""
+    """Fail each allocation once, until there are no more; the access continues if UVM has another way."""
     stopped: Counter[str] = Counter()
     survived: Counter[str] = Counter()
     for number in range(1, MOST):
@@ -77,7 +77,7 @@ def sweep(function: str) -> str:
         raise CheckError(f"more than {MOST} allocations")
     if not stopped:
         raise CheckError("no allocation failed")
-    return f"{said(stopped)} stock answer, told; {said(survived)} sunk all the same"
+    return f"{said(stopped)} stock answer, recorded; {said(survived)} absorbed anyway"
 
 
 def said(counts: Counter[str]) -> str:
@@ -85,7 +85,7 @@ def said(counts: Counter[str]) -> str:
 
 
 def without_owner() -> str:
-    """No memory for what is known of an address space: the stock answer, and the log says so."""
+    """No memory for the record of an address space's owner: the stock answer, and a log line."""
     opened = isolating()
     with innocent(), ExitStack() as made:
         with failing("mpsd_space_created", 1):
@@ -102,7 +102,7 @@ def without_owner() -> str:
 
 
 def again() -> str:
-    """After all of that a fault is sunk as ever."""
+    """A fault is absorbed as usual after all failures."""
     ended, what = once(REPLAYABLE, 0)
     expect("end", (ended, what), ("went-on", "nothing"))
     return ended

@@ -1,4 +1,4 @@
-"""The software GPU as a test sees it: a client's registration with UVM, and the stub's /proc/mpsd-gpu."""
+"""The software GPU as a test sees it: registration of a client with UVM, and the stub's /proc/mpsd-gpu."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
-    """One thing that UVM had the GPU do; what the fields mean: see the stub's gpu.h."""
+class GpuAction:
+    """One action that UVM had the GPU do; fields as in the stub's gpu.h."""
 
     name: str
     address: int
@@ -48,9 +48,10 @@ class Deed:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A packet of the fault buffer. `veid` counts for graphics only; `channel` gives the instance block.
+    """A packet of the fault buffer. `veid` counts only for graphics; `channel` selects the instance block.
 
-    `hub`: of a unit outside the SMs, as all but graphics' are; `stubborn`: no mapping lets the access go on.
+    `hub`: from a unit outside the SMs, as all except graphics; `stubborn`: no mapping lets the access
+    continue.
     """
 
     address: int
@@ -73,7 +74,7 @@ class Fault:
 
 
 def command(text: str) -> None:
-    """Raises OSError where the GPU will not."""
+    """Send a command. Raises OSError if the GPU refuses."""
     fd = os.open(CONTROL, os.O_WRONLY)
     try:
         os.write(fd, text.encode())
@@ -81,46 +82,46 @@ def command(text: str) -> None:
         os.close(fd)
 
 
-def deeds() -> list[Deed]:
-    """Everything since the last "forget". Raises CheckError where some were lost."""
+def deeds() -> list[GpuAction]:
+    """Return all actions since the last "forget". Raises CheckError if some were lost."""
     rows = [line.split() for line in CONTROL.read_text().splitlines()]
     if any(row[0] == "lost" for row in rows):
-        raise CheckError("more was done than is kept")
-    return [Deed(row[2], *(int(word, 16) for word in row[3:])) for row in rows if row[0] == "deed"]
+        raise CheckError("more actions than the stub keeps")
+    return [GpuAction(row[2], *(int(word, 16) for word in row[3:])) for row in rows if row[0] == "deed"]
 
 
 def tally() -> dict[str, int]:
-    """How many deeds of each name since the last "forget"."""
+    """Return the number of actions of each name since the last "forget"."""
     rows = (line.split() for line in TALLY.read_text().splitlines())
     return {name: int(count) for name, count in rows}
 
 
 def digest(client: int) -> tuple[int, int]:
-    """All that a client's page tables say, as one number; how many entries say something."""
+    """Return a digest of a client's page tables, and the number of valid entries."""
     command(f"digest {client:x} {OBJECT:x}")
     said = [deed for deed in deeds() if deed.name == "digested"][-1]
     return said.address, said.first
 
 
 def directories() -> dict[int, int]:
-    """The page directory of each client's address space, by the client's handle; UVM's own has handle 0."""
+    """Return the page directory of each client's address space, by client handle; UVM's own has handle 0."""
     rows = [line.split() for line in CONTROL.read_text().splitlines()]
     return {int(row[1], 16): int(row[3], 16) for row in rows if row[0] == "space"}
 
 
-def wait_for(name: str, count: int = 1) -> list[Deed]:
-    """All deeds, once there are so many of a name. Raises CheckError."""
+def wait_for(name: str, count: int = 1) -> list[GpuAction]:
+    """Return all actions once there are this many of a name. Raises CheckError."""
     return wait_for_any((name,), count)
 
 
-def wait_for_any(names: tuple[str, ...], count: int = 1) -> list[Deed]:
-    """All deeds, once there are so many of these names together. Raises CheckError."""
+def wait_for_any(names: tuple[str, ...], count: int = 1) -> list[GpuAction]:
+    """Return all actions once there are this many of these names together. Raises CheckError."""
     wait_for_tally(names, count)
     return deeds()
 
 
 def wait_for_tally(names: tuple[str, ...], count: int, within_s: float = WAIT_S) -> None:
-    """The same without the deeds, for many of them. Raises CheckError."""
+    """Wait like wait_for_any(), without returning the actions. Raises CheckError."""
     deadline = time.monotonic() + within_s
     while True:
         seen = tally()
@@ -133,12 +134,12 @@ def wait_for_tally(names: tuple[str, ...], count: int, within_s: float = WAIT_S)
 
 
 def wait_for_rest(within_s: float = WAIT_S) -> None:
-    """Until no access stands still any more. Raises CheckError."""
+    """Wait until no access stalls any more. Raises CheckError."""
     deadline = time.monotonic() + within_s
     while tally()["standing"]:
         if time.monotonic() > deadline:
             said = {name: number for name, number in tally().items() if number}
-            raise CheckError(f"accesses stand still after {within_s:g} s; seen: {said}")
+            raise CheckError(f"accesses still stall after {within_s:g} s; seen: {said}")
         time.sleep(POLL_S)
 
 
@@ -151,18 +152,18 @@ def channel_handle(
     buffers: bool = False,
     plain: bool = False,
 ) -> int:
-    """What the stub takes a channel's handle to say. `plain`: it is in no subcontext."""
+    """Return a channel handle with the meaning that the stub expects. `plain`: in no subcontext."""
     return channel | group << 8 | veid << 16 | copies << 24 | buffers << 25 | plain << 26
 
 
 def register(space: int) -> None:
-    """UVM learns of the GPU. Raises CheckError."""
+    """Register the GPU with UVM. Raises CheckError."""
     status = uvm.call(space, REGISTER_GPU, UUID + struct.pack("=iiiII", 0, 0, -1, 0, 0), 36)
     expect("UVM_REGISTER_GPU", status, abi.STATUS_OK)
 
 
 def register_client(space: int, client: int, channel: int, buffers: tuple[int, int] = (0, 0)) -> None:
-    """The GPU, a page directory of the space's own, and one channel by its handle. Raises CheckError.
+    """Register the GPU, a page directory of the space, and one channel by its handle. Raises CheckError.
 
     `buffers`: base and bytes of the addresses that the channel's context buffers may have.
     """
@@ -173,12 +174,12 @@ def register_client(space: int, client: int, channel: int, buffers: tuple[int, i
 
 
 def register_channel(space: int, client: int, channel: int, buffers: tuple[int, int] = (0, 0)) -> None:
-    """One more channel of a client that is registered. Raises CheckError."""
+    """Register another channel of a registered client. Raises CheckError."""
     given = UUID + struct.pack("=iIIxxxxQQ", -1, client, channel, *buffers)
     expect("UVM_REGISTER_CHANNEL", uvm.call(space, REGISTER_CHANNEL, given, 48), abi.STATUS_OK)
 
 
 def unregister_channel(space: int, client: int, channel: int) -> None:
-    """Raises CheckError."""
+    """Unregister a channel. Raises CheckError."""
     given = UUID + struct.pack("=II", client, channel)
     expect("UVM_UNREGISTER_CHANNEL", uvm.call(space, UNREGISTER_CHANNEL, given, 24), abi.STATUS_OK)

@@ -1,4 +1,4 @@
-"""Checks of nvidia-uvm, stock or patched, that need a GPU, run on the one in software."""
+"""Checks of nvidia-uvm, stock or patched, that need a GPU, run on the software GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from emulator.guest import checks, gpu, system, uvm
 from emulator.guest.check import Check, expect
 from emulator.guest.gpuclient import client
 
-# UVM's own tests of its channels, semaphores, memory and copies. 213 and 216 may skip a look at the time.
+# UVM's own tests of its channels, semaphores, memory and copies. 213 and 216 may skip a time check.
 BUILTINS = (
     uvm.Builtin("rm-mem", 205),
     uvm.Builtin("gpu-semaphore", 206),
@@ -22,7 +22,7 @@ STRAY = 0x7F00_1234_5000
 
 
 def load_gpu() -> str:
-    """Without HMM, which would want video memory as pages of the kernel's; UVM counts its allocations."""
+    """Load without HMM, which would need video memory as kernel pages; UVM counts its allocations."""
     system.load(f"{checks.MODULES}/{checks.STUB}.ko")
     system.load(
         f"{checks.MODULES}/{checks.UVM}.ko", "uvm_enable_builtin_tests=1 uvm_disable_hmm=1 uvm_leak_checker=1"
@@ -31,7 +31,7 @@ def load_gpu() -> str:
 
 
 def register() -> str:
-    """Registered and let go, twice: nothing of the first life stays."""
+    """Register and unregister twice: nothing of the first registration remains."""
     for _ in range(2):
         space = uvm.open_space()
         gpu.register(space)
@@ -41,13 +41,13 @@ def register() -> str:
 
 
 def no_trouble() -> None:
-    """The emulation knew everything that UVM asked of it."""
+    """Check that the emulation knew every request of UVM."""
     expect("unknown to the GPU", [deed for deed in gpu.deeds() if deed.name == "trouble"], [])
     expect("refused", {name: count for name, count in checks.calls().items() if count[1]}, {})
 
 
 def run_builtin(test: uvm.Builtin) -> str:
-    """One of UVM's own tests, with the GPU registered."""
+    """Run one of UVM's own tests, with the GPU registered."""
     gpu.command("forget")
     space = uvm.open_space()
     try:
@@ -65,7 +65,7 @@ def builtin(test: uvm.Builtin) -> Check:
 
 
 def cancelled() -> str:
-    """A client's store to an address where nothing is: cancelled, at that address of its own space."""
+    """A client's store to an unmapped address: cancelled, at that address of its own space."""
     with client(0xC1, 1, veid=3):
         gpu.command("forget")
         gpu.command(gpu.Fault(STRAY, 1, veid=3).line())
@@ -80,7 +80,7 @@ def cancelled() -> str:
 
 
 def reported() -> str:
-    """A copy engine's fault: given back to the resource manager, which ends the channel."""
+    """A copy engine's fault: returned to the resource manager, which ends the channel."""
     with client(0xC1, 1, copies=True):
         gpu.command("forget")
         fault = gpu.Fault(STRAY, 1, engine=gpu.ENGINE_COPY, access=gpu.READ, replayable=False)
@@ -93,7 +93,7 @@ def reported() -> str:
 
 
 def orphan() -> str:
-    """Work of a VEID whose address space is gone: the whole channel group is cancelled."""
+    """Work of a VEID without an address space: the whole channel group is cancelled."""
     with client(0xC1, 1, veid=3):
         gpu.command("forget")
         gpu.command(gpu.Fault(STRAY, 1, veid=4).line())

@@ -1,4 +1,4 @@
-"""Clients of the software GPU: processes of their own, for the kernel may kill them."""
+"""Clients of the software GPU, in processes of their own, because the kernel may kill them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from emulator.guest.check import expect
 from emulator.guest.child import READY, becomes_readable, child, wait_for
 from mpsd.gpu.nvidia import uvm_abi as abi
 
-# From the number of a client's copy channel to that of its channel for kernels.
+# Offset from the number of a client's copy channel to that of its channel for kernels.
 BESIDE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class GpuClient:
-    """`handle` names its address space to the stub, `channel` is the number of the channel that it uses."""
+    """`handle`: the stub's name of its address space; `channel`: the number of the channel that it uses."""
 
     pid: int
     pidfd: int
@@ -29,27 +29,27 @@ class GpuClient:
     hear: int = -1
 
     def ask(self, word: bytes) -> None:
-        """Has it obey; `answered` waits for the end of that."""
+        """Send a command; `answered` waits for its end."""
         os.write(self.tell, word)
 
     def answered(self) -> bytes:
-        """Raises CheckError where it does not answer within the time that a check waits."""
+        """Return the answer. Raises CheckError if it does not come within a check's waiting time."""
         wait_for(self.hear, "the client's answer")
         return os.read(self.hear, 1)
 
     def ended(self) -> bool:
-        """Whether it is gone within the time that a check waits."""
+        """Return whether the process ends within a check's waiting time."""
         return becomes_readable(self.pidfd)
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """What a client's process does. `handle`: names its address space; `channel`: by handle, too, and so is
-    `second`, which it has with that (0: none).
+    """The program of a client's process. `handle`: the stub's name of its address space; `channel`: a handle.
 
-    `external` is (base, bytes) of an address range that it has reserved, with nothing mapped in it; `buffers`
-    the same for its channel's context buffers. `prepare` is called with the descriptor of its address space
-    once it is registered, `obey` with that and each byte that it is told; what that says is told back.
+    `second`: the handle of a second channel (0: none). `external`: (base, bytes) of a reserved address range
+    without mappings; `buffers`: the same for its channel's context buffers. `prepare` is called with the
+    descriptor of its address space after registration, `obey` with that and each received byte; its result is
+    sent back.
     """
 
     handle: int
@@ -62,7 +62,7 @@ class Client:
     obey: Callable[[int, bytes], bytes] | None = None
 
     def be(self, hear: int, tell: int) -> None:
-        """Registers, says so, and does what it is told until the other side closes."""
+        """Register, report it, and obey commands until the other side closes."""
         space = uvm.open_space(shared=self.shared)
         if not self.shared:
             uvm.pin_memory(space)
@@ -95,10 +95,10 @@ def client(
     prepare: Callable[[int], None] | None = None,
     obey: Callable[[int, bytes], bytes] | None = None,
 ) -> Iterator[GpuClient]:
-    """A client that is registered; killed at the end. All are of one channel group, as under MPS.
+    """Yield a registered client, and kill it at the end. All clients share a channel group, as under MPS.
 
-    One that `copies` has a channel for kernels, too: only those are in a subcontext. `plain`: not even they,
-    as in a process outside MPS. The rest is as in Client.
+    With `copies` it has a channel for kernels too: only kernel channels are in a subcontext. `plain`: not
+    even they, as in a process outside MPS. Other arguments as in Client.
     """
     kernels = gpu.channel_handle(0, group=group, veid=veid, plain=plain)
     named = kernels | gpu.channel_handle(number, group=0, copies=copies, buffers=buffers != (0, 0))

@@ -1,6 +1,6 @@
-"""The guest's first process: mounts what the checks need, runs each in a process of its own, powers off.
+"""The guest's first process: mount file systems, run each check in a process of its own, power off.
 
-A check that crashes, or is ended by an oops of the kernel's, fails alone. Deadlines are the host's.
+A check that crashes, or that a kernel oops ends, fails alone. The host keeps the deadlines.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 from emulator.guest import catalogue, system
 from emulator.guest.check import Check
-from emulator.lines import Line, Word, encode
+from emulator.lines import Line, MessageKind, encode
 
 PORT = "/dev/ttyS1"
 MOUNTS = (("devtmpfs", "/dev"), ("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", "/tmp"))
@@ -26,16 +26,16 @@ def say(port: int, line: Line) -> None:
 
 
 def outcome(check: Check) -> Line:
-    """A check's line; whatever it raises is why it failed."""
+    """Return a check's line; an exception is the reason of its failure."""
     try:
-        return Line(Word.PASS, check.name, check.run())
+        return Line(MessageKind.PASS, check.name, check.run())
     except Exception as error:
-        return Line(Word.FAIL, check.name, f"{type(error).__name__}: {error}")
+        return Line(MessageKind.FAIL, check.name, f"{type(error).__name__}: {error}")
 
 
 def run(port: int, check: Check) -> None:
-    """A check in a process of its own; says how that ended if it could not say so itself."""
-    say(port, Line(Word.BEGIN, check.name))
+    """Run a check in a process of its own, and report its end if the check could not."""
+    say(port, Line(MessageKind.BEGIN, check.name))
     pid = os.fork()
     if not pid:
         try:
@@ -44,7 +44,7 @@ def run(port: int, check: Check) -> None:
             os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status:
-        say(port, Line(Word.FAIL, check.name, f"its process ended with {status}"))
+        say(port, Line(MessageKind.FAIL, check.name, f"its process ended with {status}"))
 
 
 def main(sets: list[str]) -> None:
@@ -54,7 +54,7 @@ def main(sets: list[str]) -> None:
     for name in sets:
         for check in catalogue.SETS[name]:
             run(port, check)
-    say(port, Line(Word.DONE))
+    say(port, Line(MessageKind.DONE))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the patch is for, on the GPU in software: the fault stays with the client that made it."""
+"""The purpose of the patch, on the software GPU: a fault stays with the client that caused it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from emulator.guest.beside import innocent
 from emulator.guest.check import Check, CheckError, expect
 from emulator.guest.gpuchecks import BUILTINS, START, STRAY, builtin, cancelled, no_trouble, orphan, reported
 from emulator.guest.gpuclient import client
+from mpsd.base.model import Access, UvmFaultType, UvmReason
 from mpsd.gpu.nvidia.kernel_abi import Action, KernelRecord, Mode, Why
-from mpsd.model import Access, UvmFaultType, UvmReason
 
 GUILTY, INNOCENT = 0xC1, 0xC2
 FAR_MS = 60_000
@@ -21,9 +21,9 @@ DUPLICATES, LAST_DESCRIPTOR = 16, 250
 
 
 def mode(wanted: Mode) -> None:
-    """Sets the mode where there is one to set: a stock module has none, and does what it does.
+    """Set the mode, if the module has one: a stock module has none.
 
-    No step against a client comes while a check looks: the machine may be slow.
+    No step against a client comes during a check, because the machine may be slow.
     """
     if device.present():
         device.set_deadline(FAR_MS)
@@ -34,7 +34,7 @@ def mode(wanted: Mode) -> None:
 
 @contextmanager
 def parameter(name: str, value: int) -> Iterator[None]:
-    """One of the patched module's parameters, put back at the end."""
+    """Set one of the patched module's parameters, and restore it at the end."""
     path = device.PARAMETERS / f"uvm_mpsd_{name}"
     before = path.read_text()
     path.write_text(str(value))
@@ -44,13 +44,13 @@ def parameter(name: str, value: int) -> Iterator[None]:
         path.write_text(before)
 
 
-def stopped_or_went_on(count: int = 1) -> list[gpu.Deed]:
-    """All deeds, once so many accesses were cancelled, given back, or went on."""
+def stopped_or_went_on(count: int = 1) -> list[gpu.GpuAction]:
+    """Return all actions once this many accesses were cancelled, returned or continued."""
     return gpu.wait_for_any(("cancel-va", "cancel-instance", "reported", "went-on"), count)
 
 
 def stray_store() -> str:
-    """The work goes on, on a sparse page, and nothing was cancelled. Fails on the stock module."""
+    """The work continues on a sparse page, and nothing is cancelled. Fails on the stock module."""
     mode(Mode.ISOLATE)
     with innocent(), client(GUILTY, 1, veid=3):
         gpu.command("forget")
@@ -58,28 +58,28 @@ def stray_store() -> str:
         found = stopped_or_went_on()
     expect("cancelled", [deed.name for deed in found if deed.name.startswith("cancel")], [])
     went = [(deed.address, deed.second) for deed in found if deed.name == "went-on"]
-    expect("went on, sparse", went, [(STRAY, 1)])
+    expect("continued, sparse", went, [(STRAY, 1)])
     no_trouble()
     return "sparse"
 
 
 def stray_copy() -> str:
-    """The same of a copy engine. Fails on the stock module, which gives the fault back."""
+    """The same for a copy engine. Fails on the stock module, which returns the fault."""
     mode(Mode.ISOLATE)
     with innocent(), client(GUILTY, 1, copies=True):
         gpu.command("forget")
         fault = gpu.Fault(STRAY, 1, engine=gpu.ENGINE_COPY, access=gpu.READ, replayable=False)
         gpu.command(fault.line())
         found = stopped_or_went_on()
-    expect("given back", [deed for deed in found if deed.name == "reported"], [])
+    expect("returned", [deed for deed in found if deed.name == "reported"], [])
     went = [(deed.address, deed.second) for deed in found if deed.name == "went-on"]
-    expect("went on, sparse", went, [(STRAY, 1)])
+    expect("continued, sparse", went, [(STRAY, 1)])
     no_trouble()
     return "cleared"
 
 
 def isolating() -> device.Device:
-    """A reader that has read everything, in mode isolate."""
+    """Return a reader that has read everything, in mode isolate."""
     mode(Mode.ISOLATE)
     opened = device.Device()
     opened.skip()
@@ -93,7 +93,7 @@ def record_of(records: list[KernelRecord], action: Action) -> KernelRecord:
 
 
 def told() -> str:
-    """The record names the process, field by field, and it can be acknowledged."""
+    """The record names the process, field by field, and can be acknowledged."""
     opened = isolating()
     with innocent(), client(GUILTY, 1, veid=3) as guilty:
         gpu.command(gpu.Fault(STRAY, 1, veid=3).line())
@@ -108,12 +108,12 @@ def told() -> str:
     expect("fault", kinds, (UvmFaultType.INVALID_PTE, Access.WRITE, UvmReason.INVALID_ADDRESS))
     expect("gpu", record.gpu_uuid.replace("-", "").lower(), "gpu" + gpu.UUID.hex())
     if record.sink is None or not record.sink[0] <= STRAY < sum(record.sink):
-        raise CheckError(f"the sink {record.sink} does not hold the address")
+        raise CheckError(f"the sink {record.sink} does not contain the address")
     return f"{record.sink[1] >> 10} KiB"
 
 
 def told_apart() -> str:
-    """Two clients of one group: the packet names the innocent one's channel, the VEID the guilty one."""
+    """Two clients of one group: the packet names the innocent client's channel and the offender's VEID."""
     opened = isolating()
     with client(GUILTY, 1, veid=3) as guilty, client(INNOCENT, 2, veid=5):
         before = walked(INNOCENT)
@@ -125,7 +125,7 @@ def told_apart() -> str:
         found = stopped_or_went_on()
         expect("cancelled", [deed.name for deed in found if deed.name.startswith("cancel")], [])
         expect("blamed", record.pid, guilty.pid)
-        expect("the innocent one's tables", walked(INNOCENT), before)
+        expect("the innocent client's tables", walked(INNOCENT), before)
         invalidated = {deed.directory for deed in found if deed.name == "invalidate"}
         expect("invalidated in the other's tables", gpu.directories()[INNOCENT] in invalidated, False)
     opened.close()
@@ -133,7 +133,7 @@ def told_apart() -> str:
 
 
 def heard(wanted: Mode, fault: gpu.Fault, *, copies: bool) -> list[int]:
-    """Addresses of the fatal faults that a tracker on the guilty client's address space hears of."""
+    """Return addresses of fatal faults that a tracker on the offender's address space reports."""
     mode(wanted)
     with innocent(), client(GUILTY, 1, veid=fault.veid, copies=copies) as guilty:
         space = tracking.take(guilty)
@@ -149,7 +149,7 @@ def heard(wanted: Mode, fault: gpu.Fault, *, copies: bool) -> list[int]:
 
 
 def trackers_hear() -> str:
-    """Of what is sunk nothing: whoever hears of a fatal fault takes it that all in the group are lost."""
+    """Absorbed faults reach no tracker: its reader would take the whole group for lost."""
     store = gpu.Fault(STRAY, 1, veid=3)
     copy = gpu.Fault(STRAY, 1, engine=gpu.ENGINE_COPY, access=gpu.READ, replayable=False)
     for fault, copies in ((store, False), (copy, True)):
@@ -159,13 +159,13 @@ def trackers_hear() -> str:
 
 
 def walked(handle: int) -> list[tuple[int, int]]:
-    """What a client's page tables say of the stray address: level and entry, for big and small pages."""
+    """Return level and entry of a client's page tables for an unmapped address, for big and small pages."""
     gpu.command(f"walk {handle:x} {gpu.OBJECT:x} {STRAY:x}")
     return [(deed.first, deed.directory) for deed in gpu.deeds() if deed.name == "walked"][-2:]
 
 
 def behind_duplicates(space: int) -> None:
-    """Gives the descriptor that pins the memory a number behind many duplicates of the address space's."""
+    """Give the descriptor that pins the memory a number behind many duplicates of the address space's."""
     (memory,) = uvm.descriptors() - {space}
     os.dup2(memory, LAST_DESCRIPTOR)
     os.close(memory)
@@ -174,7 +174,7 @@ def behind_duplicates(space: int) -> None:
 
 
 def killed(prepare: Callable[[int], None] | None = None) -> str:
-    """Nobody acknowledges: the client is killed, and its files are held until the last step."""
+    """Without an acknowledgement the client is killed, and its files are held until the last step."""
     opened = isolating()
     device.set_deadline(NEAR_MS)
     with innocent(), client(GUILTY, 1, veid=3, prepare=prepare) as guilty:
@@ -187,11 +187,12 @@ def killed(prepare: Callable[[int], None] | None = None) -> str:
     device.set_deadline(FAR_MS)
     opened.close()
     expect("who", record_of(records, Action.KILL).pid, guilty.pid)
-    return "SIGKILL, then let go"
+    return "SIGKILL, then released"
 
 
-def all_went_on(opened: device.Device, found: list[gpu.Deed]) -> int:
-    """How many sinks it took. Raises CheckError where an access was cancelled, with the reasons told."""
+def all_went_on(opened: device.Device, found: list[gpu.GpuAction]) -> int:
+    """Return the number of sparse mappings. Raises CheckError with the recorded reasons if an access was
+    cancelled."""
     records = opened.read()
     opened.close()
     why = sorted({record.why.name for record in records if record.action is Action.REFUSED})
@@ -201,7 +202,7 @@ def all_went_on(opened: device.Device, found: list[gpu.Deed]) -> int:
 
 
 def in_mode(wanted: Mode, actions: list[Action]) -> str:
-    """The stock answer, and what is told of it."""
+    """The stock answer, and its record."""
     opened = isolating()
     opened.set_mode(wanted)
     cancelled()
@@ -212,7 +213,8 @@ def in_mode(wanted: Mode, actions: list[Action]) -> str:
 
 
 def orphan_told() -> str:
-    """An orphan's fault ends the group, patched or not: it is told at once, and of nobody."""
+    """The fault of work without an owner ends the group, patched or not: recorded at once, without a
+    process."""
     opened = isolating()
     orphan()
     records = opened.until("the orphan", lambda record: record.action is Action.ORPHAN)
@@ -226,7 +228,7 @@ ISOLATED = (
     Check("stray-store-goes-on", stray_store),
     Check("stray-copy-goes-on", stray_copy),
 )
-"""Passes on the patched module and fails on the stock one: the bar."""
+"""Passes on the patched module and fails on the stock module: the decisive set."""
 
 TOLD = (
     *(builtin(test) for test in BUILTINS),

@@ -1,4 +1,4 @@
-"""What a client has in its address space: external and managed memory, special ranges."""
+"""Contents of a client's address space: external and managed memory, special ranges."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Mapping(IntEnum):
 
 
 def attribute_slots() -> int:
-    """How many GPUs' attributes a request has room for: 32, from 545 on 256."""
+    """Return the number of GPU attributes in a request: 32, from 545 on 256."""
     return 256 if abi.branch_of(Path("/sys/module/nvidia/version").read_text().strip()) >= 545 else 32
 
 
 def map_external(
     space: int, base: int, length: int, kind: Mapping = Mapping.DEFAULT, *, page: int = PAGE
 ) -> None:
-    """Memory of pages of that size (the stub knows three), in an external range. Raises CheckError."""
+    """Map memory with pages of that size (the stub knows three) in an external range. Raises CheckError."""
     slots = attribute_slots() * ATTRIBUTES.size
     attributes = ATTRIBUTES.pack(gpu.UUID, kind, 0, 0, 0, 0).ljust(slots, b"\0")
     given = (
@@ -51,30 +51,30 @@ def map_external(
 
 
 def unmap_external(space: int, base: int, length: int) -> None:
-    """Raises CheckError."""
+    """Unmap external memory. Raises CheckError."""
     given = struct.pack("=QQ", base, length) + gpu.UUID
     expect("UVM_UNMAP_EXTERNAL", uvm.call(space, UNMAP_EXTERNAL, given, 32), abi.STATUS_OK)
 
 
 def semaphore_pool(space: int, base: int) -> None:
-    """One of 64 KiB. Raises CheckError."""
+    """Create a semaphore pool of 64 KiB. Raises CheckError."""
     slots = attribute_slots() * ATTRIBUTES.size
     given = struct.pack("=QQ", base, 0x10000) + bytes(slots) + struct.pack("=QII", 0, 0, 0)
     expect("UVM_ALLOC_SEMAPHORE_POOL", uvm.call(space, ALLOC_SEMAPHORE_POOL, given, len(given) - 8), 0)
 
 
 def sked_region(space: int, base: int) -> None:
-    """One page whose accesses go to the scheduler of kernels. Raises CheckError."""
+    """Map one page with accesses that go to the kernel scheduler. Raises CheckError."""
     given = struct.pack("=QQ", base, PAGE) + gpu.UUID
     status = uvm.call(space, MAP_SKED_REGION, given, 32)
     expect("UVM_MAP_DYNAMIC_PARALLELISM_REGION", status, abi.STATUS_OK)
 
 
 def managed(space: int, base: int, length: int = CHUNK) -> None:
-    """Managed memory at that address, for the CPU too. Raises OSError."""
+    """Map managed memory at that address, for the CPU too. Raises OSError."""
     system.map_at(space, base, length)
 
 
 def unregister(space: int, request: int) -> None:
-    """The GPU, or its address space. Raises CheckError."""
+    """Unregister the GPU or its address space. Raises CheckError."""
     expect(f"UVM request {request}", uvm.call(space, request, gpu.UUID, 16), abi.STATUS_OK)

@@ -1,4 +1,4 @@
-"""Checks that go wrong on purpose: what the host makes of them is a test of the rig."""
+"""Checks that fail on purpose, to test the host's handling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that race with what ends or changes an address space, again and again from a seed."""
+"""Faults that race with the end or a change of an address space, repeated from a seed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GO = b"g"
 
 
 def faults(rng: random.Random, count: int) -> list[gpu.Fault]:
-    """Accesses of all kinds at pages of the range and around it."""
+    """Return accesses of all kinds at pages of the range and around it."""
     found = []
     for _ in range(count):
         page = rng.randrange(-64, CHUNK // PAGE + 64)
@@ -47,7 +47,7 @@ def send(some: list[gpu.Fault]) -> None:
 
 
 def taken(fault: gpu.Fault) -> bool:
-    """Whether its channel is there yet. One that finds the fault buffer full is no access."""
+    """Send a fault and return whether its channel still exists. A full fault buffer drops the access."""
     try:
         gpu.command(fault.line())
     except OSError as error:
@@ -58,17 +58,17 @@ def taken(fault: gpu.Fault) -> bool:
 
 
 def send_till_gone(some: list[gpu.Fault]) -> None:
-    """Again and again until the channel is gone, so at that very time too. Raises CheckError if it stays."""
+    """Send faults until the channel is gone, so also at that very moment. Raises CheckError if it stays."""
     deadline = time.monotonic() + gpu.WAIT_S
     for fault in cycle(some):
         if not taken(fault):
             return
         if time.monotonic() > deadline:
-            raise CheckError(f"the channel is there after {gpu.WAIT_S:g} s")
+            raise CheckError(f"the channel still exists after {gpu.WAIT_S:g} s")
 
 
 def change_neighbours(seed: int) -> Callable[[int, bytes], bytes]:
-    """Maps pages in the range and takes them away, at once and in pieces."""
+    """Map pages in the range and unmap them, at once and in parts."""
 
     def obey(space: int, word: bytes) -> bytes:
         rng = random.Random(seed)
@@ -84,7 +84,7 @@ def change_neighbours(seed: int) -> Callable[[int, bytes], bytes]:
 
 
 def neighbours() -> str:
-    """Accesses in an external range whose pages come and go: each ends, none harms anybody."""
+    """Accesses in an external range with changing pages: each ends, and none harms another client."""
     opened = isolating()
     ended = {name: 0 for name in ENDS}
     with innocent() as other:
@@ -111,7 +111,7 @@ def said(counts: dict[str, int]) -> str:
 
 
 def ending(obey: Callable[[int, bytes], bytes] | None, act: Callable[[GpuClient], None]) -> str:
-    """Faults before, while and after something ends the client's address space, beside one that goes on."""
+    """Faults before, during and after the end of a client's address space, beside a continuing client."""
     opened = isolating()
     with innocent() as other:
         for number in range(ROUNDS):
@@ -138,7 +138,7 @@ def ending(obey: Callable[[int, bytes], bytes] | None, act: Callable[[GpuClient]
 
 
 def settle(guilty: GpuClient, answers: bool) -> None:
-    """Waits until the client has done it, or is gone."""
+    """Wait until the client has done it, or has ended."""
     if answers:
         expect("answer", guilty.answered(), GO)
     else:
@@ -162,7 +162,7 @@ def unregister(request: int) -> Callable[[int, bytes], bytes]:
 
 
 def deinitialize(space: int, word: bytes) -> bytes:
-    """The end of UVM's own library: the request, and both descriptors closed."""
+    """End like UVM's own library: the request, and both descriptors closed."""
     expect("UVM_DEINITIALIZE", uvm.call(space, DEINITIALIZE, bytes(8), 4), abi.UNWRITTEN)
     for fd in sorted(uvm.descriptors()):
         os.close(fd)
@@ -170,7 +170,7 @@ def deinitialize(space: int, word: bytes) -> bytes:
 
 
 def alive() -> str:
-    """Nobody is left over, and the kernel has said nothing."""
+    """Check that no client is left over, and that the kernel logged nothing."""
     log = checks.kernel_log()
     if len(gpu.directories()) > 1:
         raise CheckError(f"left over: {gpu.directories()}")

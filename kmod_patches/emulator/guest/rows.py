@@ -1,6 +1,7 @@
-"""The case table of the README, row by row: a fault, what became of it, and what was told of it.
+"""The case table of mpsd/docs/kernel-module-internals.md: a fault, its outcome, and its record.
 
-Every row is run beside an innocent client of the same channel group, whose page tables are compared.
+Every row runs beside an innocent client of the same channel group, and that client's page tables are
+compared.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from emulator.guest.check import Check, CheckError, expect
 from emulator.guest.gpuchecks import STRAY, no_trouble
 from emulator.guest.gpuclient import GpuClient, client
 from emulator.guest.isolation import GUILTY, isolating, parameter, stopped_or_went_on
+from mpsd.base.model import UvmFaultType, UvmReason
 from mpsd.gpu.nvidia.kernel_abi import IOC_RELEASE, Action, KernelRecord, Why, encode_target
-from mpsd.model import UvmFaultType, UvmReason
 
 VEID, CHANNEL = 3, 1
 RANGE = (STRAY & ~(memory.CHUNK - 1), memory.CHUNK)
 MAPPED = RANGE[0] + 0x5000
 MANAGED = 0x2000_0000_0000
 SPECIAL = 0x3000_0000_0000
-# Below 2^40, as far as channels reach.
+# Below 2^40, the limit of channel addresses.
 BUFFERS = 0x20_0000_0000
-# Farther from each other than a sink can be wide.
+# Farther apart than a sparse mapping can be wide.
 APART = 8 * memory.CHUNK
 OVERWRITES = 3
 STOPPED = ("cancel-va", "cancel-instance", "reported")
@@ -49,7 +50,8 @@ TYPES = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`why` is NONE for a fault that is sunk; `made` has what the client needs, as client() takes it."""
+    """`why` is NONE for an absorbed fault; `made`: arguments of client() for the client that the row
+    needs."""
 
     name: str
     fault: gpu.Fault
@@ -59,12 +61,12 @@ class Row:
 
 
 def guilty(**made: Any) -> Any:
-    """The client that faults."""
+    """Yield the client that faults."""
     return client(GUILTY, CHANNEL, **({"veid": VEID} | made))
 
 
-def outcome(row: Row) -> tuple[list[gpu.Deed], KernelRecord]:
-    """All deeds and the first record of the row's fault. Raises CheckError."""
+def outcome(row: Row) -> tuple[list[gpu.GpuAction], KernelRecord]:
+    """Return all actions and the first record of the row's fault. Raises CheckError."""
     opened = isolating()
     made = row.made | ({"copies": True, "veid": 0} if row.copies else {})
     with innocent(), guilty(**made):
@@ -79,7 +81,7 @@ def outcome(row: Row) -> tuple[list[gpu.Deed], KernelRecord]:
 
 
 def run_row(row: Row) -> str:
-    """What the table says, and nobody else touched."""
+    """Check the row's outcome, and that no other client is touched."""
     found, record = outcome(row)
     sunk = row.why is Why.NONE
     expect("action", (record.action, record.why), (Action.SUNK if sunk else Action.REFUSED, row.why))
@@ -88,16 +90,16 @@ def run_row(row: Row) -> str:
     went = [(deed.name, deed.second) for deed in found if deed.name == "went-on"]
     if sunk:
         expect("stopped", stopped, [])
-        expect("went on, sparse", went, [("went-on", 1)])
+        expect("continued, sparse", went, [("went-on", 1)])
         return f"sunk, {(record.sink or (0, 0))[1] >> 10} KiB"
-    expect("went on", went, [])
+    expect("continued", went, [])
     if not stopped:
-        raise CheckError("neither stopped nor sunk")
+        raise CheckError("neither stopped nor absorbed")
     return f"{row.why.name}: {stopped[0]}"
 
 
 def fault_types() -> str:
-    """Each type that no mapping helps against, a client for each: its record is its first."""
+    """Each type that no mapping helps against, with a client for each: its record is its first."""
     for kind, told in TYPES:
         row = Row(told.name, gpu.Fault(STRAY, CHANNEL, veid=VEID, kind=kind), Why.FAULT_TYPE)
         found, record = outcome(row)
@@ -107,14 +109,14 @@ def fault_types() -> str:
 
 
 def served() -> str:
-    """Managed memory: UVM serves the fault, patched or not, and there is nothing to tell."""
+    """Managed memory: UVM serves the fault, patched or not, and there is no record."""
     opened = isolating()
     with innocent(), guilty(prepare=lambda space: memory.managed(space, MANAGED)):
         gpu.command("forget")
         gpu.command(gpu.Fault(MANAGED, CHANNEL, veid=VEID).line())
         found = stopped_or_went_on()
     went = [(deed.address, deed.second) for deed in found if deed.name == "went-on"]
-    expect("went on, sparse", went, [(MANAGED, 0)])
+    expect("continued, sparse", went, [(MANAGED, 0)])
     expect("records", opened.read(), [])
     opened.close()
     no_trouble()
@@ -127,7 +129,8 @@ def read_only_managed(space: int) -> None:
 
 
 def outlived() -> str:
-    """Managed memory whose process is gone, while somebody else holds the address space: no page to serve."""
+    """Managed memory of an exited process in an address space that another process holds: no page to
+    serve."""
     opened = isolating()
     with innocent(), ExitStack() as held:
         with guilty(shared=True, prepare=lambda space: memory.managed(space, MANAGED)) as client_:
@@ -143,7 +146,7 @@ def outlived() -> str:
 
 
 def space_of(made: GpuClient) -> int:
-    """A duplicate of the client's descriptor of its address space."""
+    """Return a duplicate of the client's descriptor of its address space."""
     for fd in os.listdir(f"/proc/{made.pid}/fd"):
         if os.readlink(f"/proc/{made.pid}/fd/{fd}").endswith("/nvidia-uvm"):
             return system.pidfd_getfd(made.pidfd, int(fd))
@@ -151,7 +154,7 @@ def space_of(made: GpuClient) -> int:
 
 
 def no_memory() -> str:
-    """UVM cannot make its own state of the page for want of memory: the stock answer, with the reason."""
+    """UVM has no memory for its state of the page: the stock answer, with the reason."""
     opened = isolating()
     made = guilty(prepare=lambda space: memory.managed(space, MANAGED))
     with innocent(), made, failing.failing("uvm_va_range_block_create", 1, all_of_them=True):
@@ -167,7 +170,7 @@ def no_memory() -> str:
 
 
 def whole_batch() -> str:
-    """UVM gives up on a batch as a whole: good accesses are cancelled with it, and are nobody's fault."""
+    """UVM abandons a whole batch: good accesses are cancelled with it, and no record blames a client."""
     opened = isolating()
     second = gpu.Fault(MANAGED, INNOCENT_CHANNEL, veid=INNOCENT_VEID)
     own = memory.managed
@@ -192,7 +195,7 @@ def whole_batch() -> str:
 
 
 def loop() -> str:
-    """A sink that does not help: after some batches that show the page the stock answer ends it."""
+    """A sparse mapping that does not help: after some batches that show the page the stock answer ends it."""
     opened = isolating()
     with innocent(), guilty():
         gpu.command("forget")
@@ -207,7 +210,7 @@ def loop() -> str:
 
 
 def sinks_apart(count: int, first: int = STRAY) -> None:
-    """So many accesses, each of which needs a sink of its own; waits until each has gone on or not."""
+    """Make this many accesses that need a sparse mapping each; wait until each has continued or not."""
     gpu.command("forget")
     for number in range(count):
         gpu.command(gpu.Fault(first + number * APART, CHANNEL, veid=VEID).line())
@@ -242,7 +245,7 @@ def released() -> str:
 
 
 def switched_off() -> str:
-    """Copy engines and the host, where the module is told to leave them alone."""
+    """Copy engines and the host, if the module is set to leave them alone."""
     with parameter("nonreplayable", 0):
         said = [run_row(replace(row, why=Why.NONREPLAYABLE)) for row in ENGINES]
     return "; ".join(said)
@@ -271,18 +274,18 @@ def one_page(space: int) -> None:
 
 
 def small_entry(address: int) -> int:
-    """Of the table of small pages."""
+    """Return an entry of the table of small pages."""
     gpu.command(f"walk {GUILTY:x} {gpu.OBJECT:x} {address:x}")
     return [deed.directory for deed in gpu.deeds() if deed.name == "walked"][-1]
 
 
 def overwritten() -> str:
-    """The client maps memory over its sink and takes it away again: the same page is sunk once more."""
+    """The client maps memory over its sparse mapping and unmaps it: the same page is absorbed again."""
     return ", ".join(overwritten_by(page) for page in memory.PAGES)
 
 
 def overwritten_by(page: int) -> str:
-    """By pages of that size."""
+    """Overwrite with pages of that size."""
 
     def change(space: int, word: bytes) -> bytes:
         base = STRAY & ~(page - 1)
@@ -296,7 +299,7 @@ def overwritten_by(page: int) -> str:
         for number in range(1, OVERWRITES + 1):
             gpu.command(gpu.Fault(STRAY, CHANNEL, veid=VEID).line())
             gpu.wait_for_rest()
-            expect("went on, cancelled", (gpu.tally()["went-on"], gpu.tally()["cancel-va"]), (number, 0))
+            expect("continued, cancelled", (gpu.tally()["went-on"], gpu.tally()["cancel-va"]), (number, 0))
             made.ask(b"c")
             expect("answer", made.answered(), b"c")
     opened.close()
@@ -305,12 +308,13 @@ def overwritten_by(page: int) -> str:
 
 
 def widening() -> str:
-    """Each sink of a client is wider than the one before, up to 2 MiB; the 1st, 2nd, 4th, 8th are told."""
+    """Each sparse mapping of a client is wider than the one before, up to 2 MiB; the 1st, 2nd, 4th, 8th are
+    recorded."""
     opened = isolating()
     with innocent(), guilty():
         sinks_apart(8)
         records = opened.until("the sinks", lambda record: record.sinks == 8)
-        expect("went on", gpu.tally()["went-on"], 8)
+        expect("continued", gpu.tally()["went-on"], 8)
     opened.close()
     seen = {record.sinks: (record.sink or (0, 0))[1] >> 10 for record in records}
     expect("KiB by number", seen, {1: 64, 2: 128, 4: 512, 8: 2048})

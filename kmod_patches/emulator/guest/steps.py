@@ -1,4 +1,4 @@
-"""Steps against a condemned client: where there is nobody to take them against, where two look after it."""
+"""Steps against a condemned client: without a process to act on, and with two acknowledging readers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from emulator.guest.rows import space_of
 from mpsd.gpu.nvidia.kernel_abi import IOC_ACKNOWLEDGE, Action, KernelRecord, Why, encode_target
 
 BOUNDS = ((0, 0, 10, 0), (5000, 7, 5000, 7), (1 << 31, 1 << 31, 60_000, 65_536))
-"""Deadline and most sinks: as set, as told."""
+"""Deadline and most sparse mappings: as set, and as reported."""
 
 
 def let_go(space: int, word: bytes) -> bytes:
-    """Closes its file of the address space, and lives on."""
+    """Close the file of the address space, and live on."""
     os.close(space)
     return word
 
 
 def sink(opened: device.Device, number: int = 0) -> KernelRecord:
-    """The record of an access that needs a sink of its own."""
+    """Return the record of an access that needs a sparse mapping of its own."""
     gpu.command(gpu.Fault(STRAY + number * 8 * CHUNK, 1, veid=3).line())
     return opened.until("the sink", lambda record: record.action is Action.SUNK)[-1]
 
 
 def nobody_there() -> str:
-    """A process that has closed its files is not killed for what another one holds; nothing is claimed."""
+    """A process that closed its files is not killed for another process's; nothing is claimed."""
     opened = isolating()
     obeying = client(GUILTY, 1, veid=3, shared=True, obey=let_go)
     with innocent(), obeying as guilty, ExitStack() as held, parameter("stop_channels", 1):
@@ -54,7 +54,7 @@ def nobody_there() -> str:
 
 
 def stopped() -> str:
-    """The same of one that is there: killed, its channels stopped, and each step told once it is taken."""
+    """A living client: killed, its channels stopped, and each step recorded once it is taken."""
     opened = isolating()
     with innocent(), client(GUILTY, 1, veid=3) as guilty, parameter("stop_channels", 1):
         device.set_deadline(NEAR_MS)
@@ -68,38 +68,38 @@ def stopped() -> str:
     opened.close()
     for action in (Action.KILL, Action.STOP, Action.GIVE_UP):
         expect(action.name, record_of(records, action).why, Why.NONE)
-    return "killed, stopped, let go"
+    return "killed, stopped, released"
 
 
 def acknowledged_once() -> str:
-    """Who acknowledges second is told so, and takes nothing away from the first."""
+    """The second reader's acknowledgement is refused, and the first one stays."""
     isolating().close()
     with innocent(), client(GUILTY, 1, veid=3) as guilty:
-        # Opened after the clients were forked: a file that they have too is not closed by us.
+        # Opened after the clients were forked: closing a file that they share would not release it.
         opened, other = device.Device(), device.Device()
         opened.skip()
         space = encode_target(sink(opened).space)
-        expect("the first", opened.ask(IOC_ACKNOWLEDGE, space), 0)
-        expect("the second", other.ask(IOC_ACKNOWLEDGE, space), errno.EALREADY)
-        expect("the first again", opened.ask(IOC_ACKNOWLEDGE, space), 0)
+        expect("the first reader", opened.ask(IOC_ACKNOWLEDGE, space), 0)
+        expect("the second reader", other.ask(IOC_ACKNOWLEDGE, space), errno.EALREADY)
+        expect("the first reader again", opened.ask(IOC_ACKNOWLEDGE, space), 0)
         other.close()
         record = sink(opened, 1)
         expect("acknowledged still", record.acknowledged, True)
         after = device.Device()
         opened.close()
-        expect("another, once the first is gone", after.ask(IOC_ACKNOWLEDGE, space), 0)
+        expect("another reader, after the first has closed", after.ask(IOC_ACKNOWLEDGE, space), 0)
         expect("alive", guilty.pid in checks.processes(), True)
     after.close()
     return "EALREADY"
 
 
 def bounds() -> str:
-    """What the module goes by is told, not what somebody wrote."""
+    """The module reports the effective limits, not the written ones."""
     opened = device.Device()
     for deadline, sinks, *told in BOUNDS:
         with parameter("deadline_ms", deadline), parameter("max_sinks", sinks):
             state = opened.query()
-        expect(f"told of {deadline}, {sinks}", [state.deadline_ms, state.max_sinks], told)
+        expect(f"reported for {deadline}, {sinks}", [state.deadline_ms, state.max_sinks], told)
     opened.close()
     return f"{len(BOUNDS)} pairs"
 

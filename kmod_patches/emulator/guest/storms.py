@@ -1,4 +1,4 @@
-"""Many faults at once: as many as the fault buffer holds, 10,000 side by side, 10,000 far from each other."""
+"""Many faults at once: a full fault buffer, 10,000 faults side by side, 10,000 far from each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def send(first: int, count: int, stride: int) -> None:
 
 
 def all_at_once() -> str:
-    """As many pages as the fault buffer holds, all there before UVM looks."""
+    """As many pages as the fault buffer holds, all present before UVM reads."""
     opened = isolating()
     with innocent(), client(GUILTY, 1, veid=3):
         gpu.command("forget")
@@ -38,7 +38,7 @@ def all_at_once() -> str:
 
 
 def storm(stride: int) -> tuple[device.Device, dict[str, int]]:
-    """Page after page while UVM is at it, at most STEP of them under way. The reader and what was done."""
+    """Fault page after page while UVM works, with at most STEP in flight. Return the reader and the tally."""
     opened = isolating()
     with innocent(), client(GUILTY, 1, veid=3):
         gpu.command("forget")
@@ -55,7 +55,8 @@ def storm(stride: int) -> tuple[device.Device, dict[str, int]]:
 
 
 def all_went_on(opened: device.Device, count: int) -> int:
-    """How many sinks it took. Raises CheckError where an access was cancelled, with the reasons told."""
+    """Return the number of sparse mappings. Raises CheckError with the recorded reasons if an access was
+    cancelled."""
     records = opened.read()
     opened.close()
     why = sorted({record.why.name for record in records if record.action is Action.REFUSED})
@@ -71,7 +72,7 @@ def dense() -> str:
 
 
 def scattered() -> str:
-    """Room for all of them: one sink each."""
+    """All of them fit: one sparse mapping each."""
     with parameter("max_sinks", PAGES):
         opened, _ = storm(2 * CHUNK)
         sinks = all_went_on(opened, PAGES)
@@ -79,15 +80,15 @@ def scattered() -> str:
 
 
 def past_the_bound() -> str:
-    """Past max_sinks each further page gets the stock answer, and the records say why and how many."""
+    """Past max_sinks each further page gets the stock answer; the records give the reason and the number."""
     opened, seen = storm(2 * CHUNK)
     records = opened.read()
     opened.close()
     refused = [record for record in records if record.action is Action.REFUSED]
-    expect("went on", seen["went-on"], DEFAULT_MAX_SINKS)
+    expect("continued", seen["went-on"], DEFAULT_MAX_SINKS)
     if {record.why for record in refused} != {Why.TOO_MANY} or refused[-1].sinks != DEFAULT_MAX_SINKS:
         raise CheckError(f"told: {[(record.why.name, record.sinks) for record in refused][-3:]}")
-    return f"{seen['went-on']} sunk, {seen['cancel-va']} cancelled, {len(refused)} records of that"
+    return f"{seen['went-on']} absorbed, {seen['cancel-va']} cancelled, {len(refused)} records of that"
 
 
 CHECKS = (

@@ -1,4 +1,4 @@
-"""System calls that the guest's first process needs and Python has no function for."""
+"""System calls of the guest's first process that Python has no function for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 SYS_FINIT_MODULE = 313
 SYS_DELETE_MODULE = 176
 SYS_PIDFD_GETFD = 438
-# Symbol versions come from whatever nvidia.ko a module was built beside; the stub is another one.
+# A module has the symbol versions of the nvidia.ko beside which it was built; the stub differs.
 IGNORE_SYMBOL_VERSIONS = 1
 POWER_OFF = 0x4321FEDC
 
@@ -56,26 +56,26 @@ def map_at(fd: int, address: int, length: int) -> None:
 
 
 def make_read_only(address: int, length: int) -> None:
-    """Raises OSError."""
+    """Protect memory against writes. Raises OSError."""
     words = (ctypes.c_void_p(address), ctypes.c_size_t(length), PROT_READ)
     _checked(f"mprotect at {address:#x}", _libc.mprotect(*words))
 
 
 def pidfd_getfd(pidfd: int, fd: int) -> int:
-    """A duplicate of another process's descriptor. Raises OSError."""
+    """Duplicate another process's descriptor. Raises OSError."""
     made = int(_libc.syscall(ctypes.c_long(SYS_PIDFD_GETFD), pidfd, fd, 0))
     _checked(f"pidfd_getfd of {fd}", made)
     return made
 
 
 def power_off() -> None:
-    """Ends the machine. Returns only where it cannot."""
+    """Power the machine off. Returns only on failure."""
     os.sync()
     _libc.reboot(ctypes.c_int(POWER_OFF))
 
 
 def character_major(name: str) -> int:
-    """The major number of a driver in /proc/devices. Raises LookupError."""
+    """Return the major number of a driver in /proc/devices. Raises LookupError."""
     for line in Path("/proc/devices").read_text().split("Block devices")[0].splitlines():
         words = line.split()
         if len(words) == 2 and words[1] == name:

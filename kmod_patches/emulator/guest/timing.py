@@ -1,6 +1,6 @@
-"""From a fault's packet to the replay that ends the access, in the GPU in software: emulated time.
+"""Time from a fault's packet to the replay that ends the access, on the software GPU: emulated time.
 
-Says what one way costs beside the other on the same emulated machine, nothing of a real one.
+It compares one path with the other on the same emulated machine, and says nothing about a real GPU.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ NS_PER_US = 1000
 
 
 def sample() -> tuple[str, float]:
-    """How a new client's first access ended, and how many us after its packet the replay came."""
+    """Return the end of a new client's first access, and the time [us] from its packet to the replay."""
     with client(GUILTY, 1, veid=3):
         gpu.command("forget")
         gpu.command(gpu.Fault(STRAY, 1, veid=3).line())
         gpu.wait_for_any(("cancel-va", "went-on"))
         found = replayed()
     end = next(at for at, deed in enumerate(found) if deed.name in ("cancel-va", "went-on"))
-    # The access that goes on is the replay's work; after a cancel the replay is yet to come.
+    # A replay makes an access continue; after a cancel the replay is yet to come.
     replays = found[end:] if found[end].name == "cancel-va" else found[end::-1]
     replay = next(deed for deed in replays if deed.name == "replay")
     begun = next(deed for deed in found if deed.name == "faulted")
     return found[end].name, (replay.ns - begun.ns) / NS_PER_US
 
 
-def replayed() -> list[gpu.Deed]:
-    """All deeds once a replay has come after the end of the access."""
+def replayed() -> list[gpu.GpuAction]:
+    """Return all actions once a replay has come after the end of the access."""
     for _ in range(SAMPLES):
         found = gpu.deeds()
         ends = [at for at, deed in enumerate(found) if deed.name in ("cancel-va", "went-on")]
@@ -46,7 +46,7 @@ def replayed() -> list[gpu.Deed]:
 
 
 def told(wanted: str) -> str:
-    """Median, 90th percentile and maximum of so many samples."""
+    """Return median, 90th percentile and maximum of the samples."""
     with innocent():
         ends, times = zip(*(sample() for _ in range(SAMPLES)), strict=True)
     expect("ends", set(ends), {wanted})
@@ -58,14 +58,14 @@ def told(wanted: str) -> str:
 
 
 def stock() -> str:
-    """The cancel; of a patched module in mode off."""
+    """The cancel, also of a patched module in mode off."""
     if device.present():
         mode(Mode.OFF)
     return told("cancel-va")
 
 
 def sink() -> str:
-    """The first sink of a client, its page tables included."""
+    """The first sparse mapping of a client, its page tables included."""
     mode(Mode.ISOLATE)
     return told("went-on")
 

@@ -1,4 +1,5 @@
-"""The daemon's own adapter on a client of the real module: descriptors taken, events read, a lease held."""
+"""The daemon's own adapter on a client of the real module: duplicate descriptors, read events, hold a
+lease."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from typing import Protocol
 from emulator.guest import uvm
 from emulator.guest.check import expect
 from emulator.guest.child import READY, Child, child, wait_for
+from mpsd.base.model import Access, ProcessInstance, UvmFaultType, UvmReason
 from mpsd.gpu.nvidia import uvm_abi as abi
 from mpsd.gpu.nvidia.uvm import NvidiaUvm, UvmAddressSpace
-from mpsd.model import Access, ProcessInstance, UvmFaultType, UvmReason
 
 ADDRESS = 0x7F12_3456_7000
 STAT_START = 19
-"""Field 22 of /proc/PID/stat, counted from behind the command's name."""
+"""Field 22 of /proc/PID/stat, counted from the end of the command's name."""
 
 
 class Held(Protocol):
@@ -33,7 +34,7 @@ def instance_of(client: Held) -> ProcessInstance:
 
 
 def be_client(hear: int, tell: int) -> None:
-    """A process with an address space, which injects a fault into it when it reads a byte."""
+    """Run a process with an address space, which injects a fault into it for each byte that it reads."""
     space = uvm.open_space()
     uvm.pin_memory(space)
     os.write(tell, READY)
@@ -49,14 +50,14 @@ def inject(client: Child) -> None:
 
 
 def take(held: Held) -> UvmAddressSpace:
-    """The client's one address space, duplicated by the daemon's adapter."""
+    """Return the client's one address space, duplicated by the daemon's adapter."""
     spaces = NvidiaUvm().open(instance_of(held), held.pidfd)
     expect("address spaces", len(spaces), 1)
     return spaces[0]
 
 
 def by_pidfd() -> str:
-    """A fatal fault of another process' address space wakes the daemon's tracker, field by field."""
+    """A fatal fault of another process's address space wakes the daemon's tracker, field by field."""
     with child(be_client) as held:
         space = take(held)
         tracker = space.track()
@@ -75,7 +76,7 @@ def by_pidfd() -> str:
 
 
 def lease() -> str:
-    """The address space outlives its process while the duplicates are held: a tracker still fits."""
+    """The address space outlives its process while the duplicates are held: a tracker still attaches."""
     with child(be_client) as held:
         space = take(held)
         expect("roles", sorted(space.fds), ["mm", "va"])

@@ -1,4 +1,4 @@
-"""/dev/nvidia-uvm as a client of it: address spaces, and the tests that are built into the module."""
+"""/dev/nvidia-uvm from a client's side: address spaces, and the tests that are built into the module."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ INITIALIZE = 0x30000001
 MM_INITIALIZE = 75
 INJECT_EVENT = 228
 MULTI_PROCESS_SHARING = 2
-# Larger than any of the structures: the module copies what its own structure has.
+# Larger than any of the structures: the module copies as much as its own structure has.
 BUFFER_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """One of UVM's own tests: ioctl number, what goes in (packed), where the status comes out."""
+    """One of UVM's own tests: ioctl number, packed input, and offset of the status."""
 
     name: str
     request: int
@@ -30,7 +30,7 @@ class Builtin:
     status_at: int = 0
 
 
-# Those that need no GPU. Numbers and structures: uvm_test_ioctl.h of 535 to 555, the same in all.
+# Tests that need no GPU. Numbers and structures: uvm_test_ioctl.h of 535 to 555, the same in all.
 BUILTINS = (
     Builtin("rng", 201),
     Builtin("range-tree", 202),
@@ -50,7 +50,7 @@ BUILTINS = (
 
 
 def call(fd: int, request: int, given: bytes, status_at: int) -> int:
-    """One ioctl; its status, abi.UNWRITTEN where the module left that alone. Raises OSError."""
+    """Make one ioctl and return its status, abi.UNWRITTEN if the module left it alone. Raises OSError."""
     buffer = bytearray(given.ljust(BUFFER_BYTES, b"\0"))
     struct.pack_into("=I", buffer, status_at, abi.UNWRITTEN)
     fcntl.ioctl(fd, request, buffer, True)
@@ -58,7 +58,7 @@ def call(fd: int, request: int, given: bytes, status_at: int) -> int:
 
 
 def open_space(*, shared: bool = False) -> int:
-    """A new address space; `shared`: it outlives the memory of its process. Raises CheckError."""
+    """Open a new address space; `shared`: it outlives its process's memory. Raises CheckError."""
     fd = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     flags = MULTI_PROCESS_SHARING if shared else 0
     expect("UVM_INITIALIZE", call(fd, INITIALIZE, struct.pack("=Q", flags), 8), abi.STATUS_OK)
@@ -66,20 +66,20 @@ def open_space(*, shared: bool = False) -> int:
 
 
 def pin_memory(space: int) -> int:
-    """The second descriptor that a CUDA process has, which pins its memory. Raises CheckError."""
+    """Open the second descriptor of a CUDA process, which pins its memory. Raises CheckError."""
     fd = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     expect("UVM_MM_INITIALIZE", call(fd, MM_INITIALIZE, struct.pack("=i", space), 4), abi.STATUS_OK)
     return fd
 
 
 def descriptors() -> set[int]:
-    """All of this process that refer to UVM's device."""
+    """Return this process's descriptors of UVM's device."""
     links = {int(link.name): os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()}
     return {fd for fd, target in links.items() if target == DEVICE}
 
 
 def run_builtin(test: Builtin) -> str:
-    """One of UVM's own tests in an address space of its own. Raises CheckError."""
+    """Run one of UVM's own tests in an address space of its own. Raises CheckError."""
     space = open_space()
     try:
         status = call(space, test.request, test.given, test.status_at)

@@ -1,4 +1,5 @@
-"""The client maps a page of 2 MiB over its sinks and takes it away: the tables below lose their pointer."""
+"""The client maps a page of 2 MiB over its sparse mappings and unmaps it: the tables below lose their
+pointer."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from mpsd.gpu.nvidia.kernel_abi import Action, Why
 
 BASE = RANGE[0]
 BIG = PAGES[1]
-# Aligned to what the second sink of a client is wide, and not in the first.
+# Aligned to the width of a client's second sparse mapping, and outside the first.
 SECOND = BASE + 4 * BIG
 OWN = BASE + 12 * BIG
 WHOLE, PART, HALF = b"w", b"p", b"h"
 
 
 def change(space: int, word: bytes) -> bytes:
-    """A page of 2 MiB comes and goes; one of 64 KiB comes; one comes and goes in the second sink."""
+    """Map and unmap a page of 2 MiB; map one of 64 KiB; map and unmap one in the second sparse mapping."""
     if word == WHOLE:
         memory.map_external(space, BASE, CHUNK, page=CHUNK)
         memory.unmap_external(space, BASE, CHUNK)
@@ -38,7 +39,7 @@ def change(space: int, word: bytes) -> bytes:
 
 @contextmanager
 def changing() -> Iterator[tuple[device.Device, GpuClient]]:
-    """A reader, and the client beside an innocent one."""
+    """Yield a reader, and the client beside an innocent one."""
     opened = isolating()
     with innocent(), guilty(external=RANGE, obey=change) as made:
         gpu.command("forget")
@@ -52,13 +53,13 @@ def do(made: GpuClient, word: bytes) -> None:
     expect("answer", made.answered(), word)
 
 
-def access(what: str, address: int, kind: int = gpu.FAULT_PDE) -> gpu.Deed:
-    """How it went on. Raises CheckError where it was cancelled."""
+def access(what: str, address: int, kind: int = gpu.FAULT_PDE) -> gpu.GpuAction:
+    """Return the end of an access. Raises CheckError if it was cancelled."""
     before = gpu.tally()
     gpu.command(gpu.Fault(address, CHANNEL, veid=VEID, kind=kind).line())
     gpu.wait_for_rest()
     seen = [gpu.tally()[name] - before[name] for name in ("went-on", "cancel-va")]
-    expect(f"{what}: went on, cancelled", seen, [1, 0])
+    expect(f"{what}: continued, cancelled", seen, [1, 0])
     return [deed for deed in gpu.deeds() if deed.name == "went-on"][-1]
 
 
@@ -68,7 +69,7 @@ def sparse(what: str, address: int) -> None:
 
 
 def new_sink() -> str:
-    """A sink elsewhere in the same 2 MiB, then both of them again."""
+    """A sparse mapping elsewhere in the same 2 MiB, then both of them again."""
     with changing() as (opened, made):
         sparse("the first", STRAY)
         do(made, WHOLE)
@@ -85,7 +86,7 @@ def new_sink() -> str:
 
 
 def own_page() -> str:
-    """Pages of 64 KiB that the client maps there afterwards, which it may use."""
+    """Pages of 64 KiB that the client maps there afterwards, and may use."""
     with changing() as (opened, made):
         sparse("the sink", STRAY)
         do(made, WHOLE)
@@ -99,7 +100,7 @@ def own_page() -> str:
 
 
 def stays_while_made_anew() -> str:
-    """What a sink has left is not taken from it while it is made anew, and not where that fails."""
+    """A sparse mapping keeps its remaining part while it is rebuilt, also if that fails."""
     with changing() as (opened, made):
         sparse("the first", STRAY)
         sparse("the second", SECOND)

@@ -1,10 +1,10 @@
-"""The real GPU node: UVM, NVML, the kernel log and the stock control binary, put together."""
+"""The real GPU node: UVM, NVML, the kernel log and the stock control binary."""
 
 from __future__ import annotations
 
 import os
 
-from mpsd.errors import MpsdError, UnsupportedError
+from mpsd.base.errors import MpsdError, UnsupportedError
 from mpsd.gpu.base import Backend, Check, KernelLog, NoIsolation
 from mpsd.gpu.nvidia.checks import (
     CONTROL_BINARY,
@@ -17,18 +17,18 @@ from mpsd.gpu.nvidia.exported import NvidiaMemory
 from mpsd.gpu.nvidia.kernel import NvidiaIsolation, absence
 from mpsd.gpu.nvidia.nvml import Nvml
 from mpsd.gpu.nvidia.work import NvidiaWork
-from mpsd.linux.kmsg import KernelRing
+from mpsd.os.kmsg import KernelRing
 
 TERMINATE_DEADLINE_S = 0.05
-# What the stock binaries need beyond the pipe and log directories where the driver is not in ld.so's paths.
+# Variables that stock binaries need in addition, if the driver is not in the loader's standard paths.
 _PASSED_ON = ("LD_LIBRARY_PATH",)
 
 
 def open_nvidia() -> Backend:
-    """The GPUs of this machine. Opens no GPU context and loads no CUDA.
+    """Return the GPUs of this machine. Opens no GPU context and loads no CUDA.
 
-    Raises UnsupportedError without driver, NVML, UVM or control binary. A kernel log that may not
-    be read is a capability loss, not an error: it shows in the checks of `doctor`.
+    Raises UnsupportedError without driver, NVML, UVM or control binary. An unreadable kernel log is a
+    lost capability, not an error: `doctor` reports it.
     """
     from mpsd.gpu.nvidia.uvm import NvidiaUvm
 
@@ -63,7 +63,7 @@ def open_nvidia() -> Backend:
 
 
 def checks() -> list[Check]:
-    """The checks of this machine, also where open_nvidia() would fail."""
+    """Return the checks of this machine, even if open_nvidia() fails."""
     isolation = kernel_isolation()
     try:
         nvml = Nvml()
@@ -76,7 +76,7 @@ def checks() -> list[Check]:
 
 
 def _isolation() -> tuple[NvidiaIsolation | None, NoIsolation]:
-    """The kernel part, or why there is none."""
+    """Return the kernel module, or the reason for its absence."""
     try:
         return NvidiaIsolation(), NoIsolation("")
     except MpsdError as error:

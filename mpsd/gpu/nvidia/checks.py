@@ -1,4 +1,4 @@
-"""What `doctor` asks of a machine with NVIDIA GPUs. Every answer comes with a remedy; nothing is changed."""
+"""Checks of `doctor` on a machine with NVIDIA GPUs. Each has a remedy; none changes anything."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import stat
 from collections.abc import Callable
 from typing import TypeVar
 
-from mpsd.errors import MpsdError, UnsupportedError
+from mpsd.base.errors import MpsdError, UnsupportedError
+from mpsd.base.model import ComputeMode, Gpu
+from mpsd.base.text import printable
 from mpsd.gpu.base import Check, isolation_check
 from mpsd.gpu.nvidia.kernel import MODULE, NvidiaIsolation, absence
 from mpsd.gpu.nvidia.kernel_abi import DEVICE
 from mpsd.gpu.nvidia.nvml import Nvml
-from mpsd.model import ComputeMode, Gpu
-from mpsd.text import printable
 
 VERSION_FILE = "/proc/driver/nvidia/version"
 HMM_PARAMETER = "/sys/module/nvidia_uvm/parameters/uvm_disable_hmm"
@@ -31,7 +31,7 @@ WELL_KNOWN = (
 
 
 def find_binary(name: str, path: str | None = None) -> str | None:
-    """Absolute path of an executable on PATH or in the places drivers are installed to, links resolved."""
+    """Return the path of an executable on PATH or in a usual driver folder, with links resolved."""
     directories = (os.environ.get("PATH", "") if path is None else path).split(":")
     for directory in (*filter(None, directories), *WELL_KNOWN):
         candidate = os.path.join(directory, name)
@@ -41,7 +41,7 @@ def find_binary(name: str, path: str | None = None) -> str | None:
 
 
 def nvidia_checks(nvml: Nvml | None, failure: MpsdError | None = None) -> list[Check]:
-    """All checks. Without NVML the GPUs' own are left out and `failure` is reported instead."""
+    """Return all checks. Without NVML, `failure` is reported in place of the checks of each GPU."""
     checks = [_driver(), *map(_node, NODES), _binary(CONTROL_BINARY), _binary(SERVER_BINARY)]
     if nvml is None:
         message, remedy = (failure.message, failure.remedy) if failure else ("not opened", "")
@@ -69,7 +69,7 @@ def _read(path: str) -> str | None:
 
 
 def _driver() -> Check:
-    """The open modules are the ones whose behaviour mpsd's mechanisms were measured on."""
+    """Check for the open kernel modules, on which mpsd's mechanisms were measured."""
     text = _read(VERSION_FILE)
     if text is None:
         return Check(
@@ -84,20 +84,20 @@ def _driver() -> Check:
             "driver",
             False,
             f"closed kernel modules: {first}",
-            "install the open kernel modules (nvidia-open): the rest is unproven with these",
+            "install the open kernel modules (nvidia-open): mpsd is not tested with the closed ones",
         )
     return Check("driver", True, first)
 
 
 def kernel_isolation(path: str = DEVICE, module: str = MODULE) -> Check:
-    """Whether the loaded nvidia-uvm is the patched one, and in which mode."""
+    """Check whether the loaded nvidia-uvm is the patched one, and its mode."""
     try:
         device = NvidiaIsolation(path, module)
     except UnsupportedError as error:
         return absence(error).check()
     except MpsdError as error:
         return Check(
-            "kernel isolation", False, error.message, "install the kernel part that belongs to this mpsd"
+            "kernel isolation", False, error.message, "install the kernel module of this mpsd version"
         )
     try:
         return isolation_check(device.state())
@@ -115,8 +115,8 @@ def _node(path: str) -> Check:
     except FileNotFoundError:
         return Check(name, False, "is missing", "run nvidia-modprobe -c 0 -u, or mount it into the container")
     if not os.access(path, os.R_OK | os.W_OK):
-        return Check(name, False, "may not be opened", "run as root, or fix its rights")
-    return Check(name, True, "is there")
+        return Check(name, False, "cannot be opened: permission denied", "run as root, or change its mode")
+    return Check(name, True, "exists")
 
 
 def _binary(name: str) -> Check:
@@ -129,7 +129,7 @@ def _binary(name: str) -> Check:
 def _gpus(gpus: list[Gpu], version: str) -> Check:
     if not gpus:
         return Check(
-            "gpus", False, f"driver {version} lists no GPU", "is one passed to this machine or container?"
+            "gpus", False, f"driver {version} lists no GPU", "pass a GPU to this machine or container"
         )
     return Check("gpus", True, f"driver {version}: " + ", ".join(f"{gpu.index} {gpu.name}" for gpu in gpus))
 
@@ -154,7 +154,7 @@ def _compute_mode(nvml: Nvml, gpu: Gpu) -> Check:
             return Check(
                 name,
                 False,
-                "exclusive-process: no spare domain, so a fault stops new clients until the domain is empty",
+                "exclusive-process: no standby domain, so after a fault new clients wait until the old end",
                 f"nvidia-smi -i {gpu.index} -c DEFAULT",
             )
 
@@ -163,28 +163,28 @@ def _addressing(nvml: Nvml, gpu: Gpu) -> Check:
     name = f"host pointers on GPU {gpu.index}"
     mode = addressing(nvml, gpu)
     if mode == "none":
-        return Check(name, True, "are no GPU addresses: the outer guard can be used")
+        return Check(name, True, "are no GPU addresses: the outer guard is possible")
     if mode == "hmm":
         return Check(
             name,
             False,
-            "are legal on this GPU (HMM): the outer guard stays off",
-            "to have it: options nvidia-uvm uvm_disable_hmm=1, then reload the module",
+            "are valid on this GPU (HMM): the outer guard stays off",
+            "to enable it, set the option nvidia-uvm uvm_disable_hmm=1 and reload the module",
         )
     if mode == "ats":
         return Check(
-            name, None, "are legal on this GPU (ATS): the outer guard stays off, by the machine's nature"
+            name, None, "are valid on this GPU (ATS): the outer guard is impossible on this hardware"
         )
     return Check(
         name,
         None,
-        "may be legal, the driver does not tell: the outer guard stays off",
-        "options nvidia-uvm uvm_disable_hmm=1 settles it",
+        "may be valid, because the driver does not report it: the outer guard stays off",
+        "set the option nvidia-uvm uvm_disable_hmm=1 to be certain",
     )
 
 
 def addressing(nvml: Nvml, gpu: Gpu) -> str:
-    """ "none", "hmm", "ats" or "unknown"; the module's parameter decides where NVML cannot tell."""
+    """Return "none", "hmm", "ats" or "unknown"; the module's parameter decides if NVML cannot tell."""
     mode = _or(lambda: nvml.addressing_mode(gpu.uuid), "unknown")
     if mode == "unknown" and (_read(HMM_PARAMETER) or "").strip() in ("Y", "1"):
         return "none"

@@ -1,9 +1,9 @@
-"""Exported memory of the NVIDIA driver: a descriptor of its control device, whoever's it is.
+"""Exported memory of the NVIDIA driver: checks of a descriptor of its control device.
 
-cuMemExportToShareableHandle gives an open file of /dev/nvidiactl (character device 195:255) with the
-memory attached to it. Which memory, and how much, only the driver knows, and asking it takes a client of
-its own: so the size is the program's word, bounded by the GPU's memory, and a plain open of that device
-passes as well. It holds nothing then, and can be claimed by its owner alone.
+cuMemExportToShareableHandle returns an open file of /dev/nvidiactl (character device 195:255) with memory
+attached. Only the driver knows which memory and how much, and asking it needs a client of its own. So the
+size is the program's claim, bounded by the GPU's memory. A plain open of that device passes as well: it
+holds no memory, and only its owner can claim it.
 **Written from the driver's documented device numbers; not yet run on a GPU.**
 """
 
@@ -13,16 +13,17 @@ import os
 import stat
 from collections.abc import Mapping
 
-from mpsd.errors import GpuError
+from mpsd.base.errors import GpuError
 from mpsd.gpu.base import ExportedMemory
-from mpsd.linux.filetype import file_type
+from mpsd.os.filetype import file_type
 
 CONTROL_DEVICE = os.makedev(195, 255)
 
 
 class NvidiaMemory:
-    """MemoryInspector. `memory`: bytes of each GPU by its UUID. MIG instances have UUIDs of their own and
-    are not in it: what lies on them is not taken."""
+    """MemoryInspector of the real driver. `memory`: bytes of each GPU by its UUID.
+
+    MIG instances have UUIDs of their own and are not listed, so memory on them is refused."""
 
     def __init__(self, memory: Mapping[str, int], device: int = CONTROL_DEVICE) -> None:
         self._memory = memory
@@ -32,12 +33,12 @@ class NvidiaMemory:
         try:
             found = file_type(fd)
         except OSError as error:
-            raise GpuError(f"a descriptor cannot be looked at: {error.strerror}") from error
+            raise GpuError(f"cannot inspect a descriptor: {error.strerror}") from error
         if not stat.S_ISCHR(found.mode) or found.device != self._device:
-            raise GpuError("a descriptor is not of the NVIDIA control device")
+            raise GpuError("a descriptor does not belong to the NVIDIA control device")
         most = self._memory.get(claimed.gpu_uuid)
         if most is None:
             raise GpuError(f"there is no GPU {claimed.gpu_uuid}")
         if not 0 < claimed.size <= most:
-            raise GpuError(f"{claimed.size} bytes are not in a GPU of {most}")
+            raise GpuError(f"{claimed.size} bytes exceed the GPU's {most} bytes")
         return claimed

@@ -1,4 +1,4 @@
-"""The device of a patched nvidia-uvm as the daemon uses it: records in, requests out."""
+"""The control device of a patched nvidia-uvm: records out, requests in."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import fcntl
 import os
 from collections.abc import Mapping
 
-from mpsd.errors import GpuError, MpsdError, UnsupportedError
+from mpsd.base.errors import GpuError, MpsdError, UnsupportedError
+from mpsd.base.model import IsolationMode, KernelAction, KernelFault, ProcessInstance, UvmEvent
 from mpsd.gpu.base import IsolationState, NoIsolation
 from mpsd.gpu.nvidia import kernel_abi as abi
-from mpsd.model import IsolationMode, KernelAction, KernelFault, ProcessInstance, UvmEvent
 
 MODULE = "/sys/module/nvidia_uvm"
-# Several records for each read; those of one moment are few.
+# Several records per read; one moment has few.
 _READ_BYTES = 64 * 1024
 _MODES: Mapping[abi.Mode, IsolationMode] = {
     abi.Mode.OFF: IsolationMode.OFF,
@@ -34,12 +34,12 @@ _ACTIONS: Mapping[abi.Action, KernelAction] = {
 _GONE = (errno.ENOENT, errno.EALREADY, errno.EPERM)
 
 
-def words(name: str) -> str:
+def enum_text(name: str) -> str:
     return name.lower().replace("_", " ")
 
 
 def as_fault(record: abi.KernelRecord) -> KernelFault:
-    """The record in the daemon's own terms."""
+    """Convert a record to the daemon's terms."""
     process = ProcessInstance(record.pid, record.start_ticks) if record.pid is not None else None
     event = UvmEvent(True, record.fault_type, record.access, record.reason, record.address, record.time_ns)
     return KernelFault(
@@ -48,8 +48,8 @@ def as_fault(record: abi.KernelRecord) -> KernelFault:
         space=record.space,
         process=process,
         event=event,
-        engine=words(record.engine.name),
-        why=words(record.why.name) if record.why is not abi.Why.NONE else "",
+        engine=enum_text(record.engine.name),
+        why=enum_text(record.why.name) if record.why is not abi.Why.NONE else "",
         faults=record.faults,
         gpu_uuid=record.gpu_uuid,
         sink_bytes=record.sink[1] if record.sink is not None else 0,
@@ -58,11 +58,11 @@ def as_fault(record: abi.KernelRecord) -> KernelFault:
 
 
 class ForbiddenError(UnsupportedError):
-    """The patched module is there: what it does is not known, and it cannot be worked with."""
+    """The patched module is loaded, but its state is unknown and it cannot be used."""
 
 
 def _mode_of(module: str) -> str | None:
-    """The mode of a patched module that is loaded, as its parameter says it (0, 1, 2)."""
+    """Return the mode of a loaded patched module, from its parameter (0, 1, 2)."""
     try:
         with open(f"{module}/parameters/uvm_mpsd_mode", encoding="ascii") as file:
             return file.read().strip()
@@ -71,7 +71,7 @@ def _mode_of(module: str) -> str | None:
 
 
 def absence(error: MpsdError) -> NoIsolation:
-    """What an error of NvidiaIsolation means. One not opened, or not understood, is loaded."""
+    """Convert an error of NvidiaIsolation. A module that cannot be opened or understood is loaded."""
     known = isinstance(error, UnsupportedError) and not isinstance(error, ForbiddenError)
     return NoIsolation(error.message, error.remedy, known)
 
@@ -80,8 +80,10 @@ class NvidiaIsolation:
     """mpsd.gpu.base.Isolation over /dev/nvidia-uvm-mpsd."""
 
     def __init__(self, path: str = abi.DEVICE, module: str = MODULE) -> None:
-        """Raises UnsupportedError where the patched module is not loaded, ForbiddenError where its device
-        is not here or may not be opened; RecordError where it speaks another language."""
+        """Open the device.
+
+        Raises UnsupportedError without the patched module, ForbiddenError if its device is missing here or
+        cannot be opened, RecordError if it has another interface version."""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -89,18 +91,18 @@ class NvidiaIsolation:
                 raise UnsupportedError("nvidia-uvm is not loaded", remedy="load nvidia-uvm") from None
             if (mode := _mode_of(module)) is not None:
                 raise ForbiddenError(
-                    f"the loaded nvidia-uvm is patched, in mode {mode}, and {path} is not here",
-                    remedy="give it to the container; outside of one, dmesg says why there is none",
+                    f"the loaded nvidia-uvm is patched (mode {mode}), but {path} is missing",
+                    remedy="pass the device to the container; on the host, see dmesg for the reason",
                 ) from None
             raise UnsupportedError(
-                "the loaded nvidia-uvm is the stock one", remedy="kmod_patches/mpsd-kmod install"
+                "the loaded nvidia-uvm is the stock module", remedy="kmod_patches/mpsd-kmod install"
             ) from None
         except PermissionError as error:
             raise ForbiddenError(
-                f"{path} cannot be opened: {error.strerror}", remedy="needs CAP_SYS_ADMIN"
+                f"cannot open {path}: {error.strerror}", remedy="run with CAP_SYS_ADMIN"
             ) from error
         except OSError as error:
-            raise UnsupportedError(f"{path} cannot be opened: {error.strerror}") from error
+            raise UnsupportedError(f"cannot open {path}: {error.strerror}") from error
         try:
             self.state()
         except BaseException:
@@ -111,22 +113,22 @@ class NvidiaIsolation:
         return self._fd
 
     def state(self) -> IsolationState:
-        """Raises GpuError."""
+        """Return the module's state. Raises GpuError."""
         answer = bytearray(abi.QUERY.size)
         self._ask(abi.IOC_QUERY, answer)
         said = abi.decode_query(answer)
         if said.mode not in _MODES:
-            raise abi.RecordError("the kernel part is in a mode that this mpsd does not know")
+            raise abi.RecordError("the kernel module is in a mode that this mpsd does not know")
         return IsolationState(_MODES[said.mode], said.driver, said.deadline_ms, said.loaded_ns, said.written)
 
     def set_mode(self, mode: IsolationMode) -> None:
-        """Raises GpuError."""
+        """Set the module's mode. Raises GpuError."""
         self._ask(abi.IOC_SET_MODE, abi.encode_set_mode(_NUMBERS[mode]))
 
     def drain(self) -> list[KernelFault]:
-        """Raises GpuError."""
+        """Return the records since the last call. Raises GpuError."""
         found: list[KernelFault] = []
-        # No more than the module keeps: a storm does not hold the loop.
+        # Read at most as many as the module keeps, so that a fault storm does not block the loop.
         while len(found) < abi.RING_RECORDS:
             try:
                 raw = os.read(self._open(), _READ_BYTES)
@@ -134,23 +136,23 @@ class NvidiaIsolation:
                 break
             except OSError as error:
                 raise GpuError(
-                    f"the kernel part gives no records: {error.strerror}", status=error.errno or 0
+                    f"cannot read records of the kernel module: {error.strerror}", status=error.errno or 0
                 ) from error
             if not raw:
-                raise GpuError("the kernel part gives no records: its device has ended")
+                raise GpuError("cannot read records of the kernel module: its device has ended")
             found += [as_fault(record) for record in abi.decode_records(raw)]
         return found
 
     def acknowledge(self, space: int) -> bool:
-        """Raises GpuError."""
+        """Acknowledge a record. Raises GpuError."""
         return self._tell(abi.IOC_ACKNOWLEDGE, space)
 
     def kill(self, space: int) -> bool:
-        """Raises GpuError."""
+        """Have the module kill a client. Raises GpuError."""
         return self._tell(abi.IOC_KILL, space)
 
     def close(self) -> None:
-        """Takes acknowledgements back. Idempotent."""
+        """Withdraw acknowledgements and close. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -168,10 +170,10 @@ class NvidiaIsolation:
         try:
             fcntl.ioctl(self._open(), request, argument)
         except OSError as error:
-            raise GpuError(f"the kernel part refused: {error.strerror}", status=error.errno or 0) from error
+            raise GpuError(f"the kernel module refused: {error.strerror}", status=error.errno or 0) from error
 
     def _open(self) -> int:
         fd = self._fd
         if fd < 0:
-            raise GpuError("the door of the kernel part was closed")
+            raise GpuError("the kernel module's device was closed")
         return fd

@@ -1,9 +1,8 @@
 """The binary interface of /dev/nvidia-uvm-mpsd, the device of a patched nvidia-uvm. Bytes in, values out.
 
-kmod_patches/src/mpsd-abi.h is the description; tests/kmod compares every size, offset and number here
-with what a compiler makes of it. What the device sends is parsed with suspicion: a record of a newer
-version is read as far as it is known, numbers without a name become UNKNOWN, and what cannot be a
-record raises `RecordError`.
+kmod_patches/src/mpsd-abi.h is the description; tests/kmod compares every size, offset and number here with
+the compiler's. Input is checked: of a record of a newer version the known part is read, numbers without a
+name become UNKNOWN, and an invalid record raises `RecordError`.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from mpsd.errors import GpuError
+from mpsd.base.errors import GpuError
+from mpsd.base.model import Access, UvmFaultType, UvmReason
+from mpsd.base.text import gpu_uuid
 from mpsd.gpu.nvidia.uvm_abi import ACCESSES, FAULT_TYPES, REASONS
-from mpsd.model import Access, UvmFaultType, UvmReason
-from mpsd.text import gpu_uuid
 
 DEVICE = "/dev/nvidia-uvm-mpsd"
 ABI_VERSION = 1
@@ -33,7 +32,7 @@ _WRITE, _READ = 1, 2
 
 
 def _request(direction: int, number: int, argument: struct.Struct) -> int:
-    """An ioctl request as asm-generic/ioctl.h composes it (x86-64 and arm64)."""
+    """Return an ioctl request as asm-generic/ioctl.h composes it (x86-64 and arm64)."""
     return direction << 30 | argument.size << 16 | _MAGIC << 8 | number
 
 
@@ -45,16 +44,16 @@ IOC_RELEASE = _request(_WRITE, 4, TARGET)
 
 _NO_CHANNEL = 0xFFFF_FFFF
 _NO_ID = 0xFFFF
-# /proc/PID/stat counts in USER_HZ, which is 100 on every machine this runs on (proc(5)).
+# /proc/PID/stat counts in USER_HZ, which is 100 on all supported machines (proc(5)).
 _NS_PER_TICK = 10_000_000
 
 
 class RecordError(GpuError):
-    """What the device sent is no record: the reader and the module do not belong together."""
+    """The device sent an invalid record: this mpsd and the module have different versions."""
 
 
 class Mode(IntEnum):
-    """What the module does with a fatal fault (enum mpsd_mode)."""
+    """The module's answer to a fatal fault (enum mpsd_mode)."""
 
     OFF = 0
     REPORT = 1
@@ -63,7 +62,7 @@ class Mode(IntEnum):
 
 
 class Action(IntEnum):
-    """What became of a fault, or which step was taken against a condemned client (enum mpsd_action)."""
+    """The result of a fault, or the step taken against a condemned client (enum mpsd_action)."""
 
     NONE = 0
     REPORTED = 1
@@ -78,7 +77,7 @@ class Action(IntEnum):
 
 
 class Why(IntEnum):
-    """Why the stock driver answers a fault (enum mpsd_why)."""
+    """The reason for the stock driver's answer to a fault (enum mpsd_why)."""
 
     NONE = 0
     FAULT_TYPE = 1
@@ -102,7 +101,7 @@ class Why(IntEnum):
 
 
 class Engine(IntEnum):
-    """Which engine faulted (enum mpsd_engine)."""
+    """The engine that faulted (enum mpsd_engine)."""
 
     UNKNOWN = 0
     GRAPHICS = 1
@@ -111,7 +110,7 @@ class Engine(IntEnum):
 
 
 class ClientType(IntEnum):
-    """Which kind of unit faulted (enum mpsd_client_type)."""
+    """The type of unit that faulted (enum mpsd_client_type)."""
 
     UNKNOWN = 0
     GPC = 1
@@ -132,12 +131,12 @@ FLAG_RELEASED = 0x8
 
 @dataclass(frozen=True, slots=True)
 class KernelRecord:
-    """One record: a fatal fault and its answer, a step against a client, or an orphan's fault.
+    """One record: a fatal fault and its answer, a step against a client, or the fault of an exited client.
 
-    `time_ns` and `deadline_ns` (None: no step is to come) are CLOCK_MONOTONIC_RAW. `pid` is None where
-    this process cannot see the one that made the address space; `start_ticks` is then still that one's
-    (proc(5), field 22). `sink` is (base, bytes), None where nothing was mapped. `channel`, `gpc` and
-    `veid` are None where the fault does not tell. In a step all that describes a fault is unknown or 0.
+    `time_ns` and `deadline_ns` (None: no further step) are CLOCK_MONOTONIC_RAW. `pid` is None if this PID
+    namespace does not contain the creator of the address space; `start_ticks` is still the creator's
+    (proc(5), field 22). `sink` is (base, bytes), None if nothing was mapped. `channel`, `gpc` and `veid` are
+    None if the fault does not report them. In a step all fields of a fault are unknown or 0.
     """
 
     seq: int
@@ -172,8 +171,9 @@ class KernelRecord:
 
 @dataclass(frozen=True, slots=True)
 class KernelState:
-    """The answer to IOC_QUERY: the module's version and settings. `written` counts records since it was
-    loaded; another `loaded_ns` (CLOCK_BOOTTIME) means that their `seq` began again."""
+    """The answer to IOC_QUERY: the module's version and settings. `written`: records since it was loaded.
+
+    Another `loaded_ns` (CLOCK_BOOTTIME) means that `seq` began again."""
 
     abi_version: int
     record_size: int
@@ -189,7 +189,7 @@ class KernelState:
 
 
 def _text(raw: bytes) -> str:
-    """Up to the first 0; what is not printable ASCII becomes "?": it goes into logs and terminals."""
+    """Decode text up to the first 0. Unprintable bytes become "?", because logs and terminals show it."""
     head = raw.split(b"\0", 1)[0]
     return "".join(chr(byte) if 0x20 <= byte < 0x7F else "?" for byte in head)
 
@@ -199,15 +199,15 @@ def _known(value: int, unknown: int) -> int | None:
 
 
 def decode_record(raw: bytes | memoryview) -> KernelRecord:
-    """The record at the beginning of `raw`. Raises RecordError."""
+    """Decode the record at the beginning of `raw`. Raises RecordError."""
     if len(raw) < RECORD.size:
-        raise RecordError(f"a record of {len(raw)} bytes, at least {RECORD.size} are needed")
+        raise RecordError(f"a record has {len(raw)} bytes, but needs at least {RECORD.size}")
     fields = RECORD.unpack_from(raw)
     version, size, action, why, mode, fault_type, seq, time_ns, space, address = fields[:10]
     base, length, start_ns, deadline_ns, pid, faults, sinks, channel = fields[10:18]
     access, reason, engine, client_type, client, gpc, veid, flags, _, uuid, comm = fields[18:]
     if version < ABI_VERSION or size < RECORD.size:
-        raise RecordError(f"a record of version {version} says it has {size} bytes")
+        raise RecordError(f"a record of version {version} declares {size} bytes")
     return KernelRecord(
         seq=seq,
         time_ns=time_ns,
@@ -241,26 +241,26 @@ def decode_record(raw: bytes | memoryview) -> KernelRecord:
 
 
 def decode_records(raw: bytes) -> Iterator[KernelRecord]:
-    """All records that one read() gave, each as long as it says itself. Raises RecordError."""
+    """Yield all records of one read(), each with its own declared size. Raises RecordError."""
     view = memoryview(raw)
     while len(view):
         record = decode_record(view)
         _, size = HEAD.unpack_from(view)
         if size > len(view):
-            raise RecordError(f"a record of {size} bytes, {len(view)} were read")
+            raise RecordError(f"a record declares {size} bytes, but {len(view)} were read")
         yield record
         view = view[size:]
 
 
 def decode_query(raw: bytes | bytearray) -> KernelState:
-    """The structure that IOC_QUERY filled. Raises RecordError for an answer that cannot be one."""
+    """Decode the structure of IOC_QUERY. Raises RecordError for an invalid answer."""
     if len(raw) != QUERY.size:
-        raise RecordError(f"an answer of {len(raw)} bytes, not {QUERY.size}")
+        raise RecordError(f"the answer has {len(raw)} bytes instead of {QUERY.size}")
     version, size, ring, mode, deadline, sinks, nonreplayable, stop, written, loaded, driver = QUERY.unpack(
         raw
     )
     if version < ABI_VERSION or size < RECORD.size:
-        raise RecordError(f"interface version {version} with records of {size} bytes")
+        raise RecordError(f"unknown interface version {version} with records of {size} bytes")
     return KernelState(
         abi_version=version,
         record_size=size,
@@ -277,12 +277,12 @@ def decode_query(raw: bytes | bytearray) -> KernelState:
 
 
 def encode_set_mode(mode: Mode) -> bytes:
-    """The argument of IOC_SET_MODE. Raises ValueError for UNKNOWN."""
+    """Return the argument of IOC_SET_MODE. Raises ValueError for UNKNOWN."""
     if mode is Mode.UNKNOWN:
-        raise ValueError("UNKNOWN is no mode to set")
+        raise ValueError("the mode UNKNOWN cannot be set")
     return SET_MODE.pack(mode, 0)
 
 
 def encode_target(space: int) -> bytes:
-    """The argument of IOC_ACKNOWLEDGE, IOC_KILL and IOC_RELEASE: a record's `space`."""
+    """Return the argument of IOC_ACKNOWLEDGE, IOC_KILL and IOC_RELEASE: a record's `space`."""
     return TARGET.pack(space, 0)

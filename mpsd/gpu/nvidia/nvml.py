@@ -1,7 +1,7 @@
-"""NVML as a gpu.base.DeviceManager, over the official binding (package nvidia-ml-py, module pynvml).
+"""NVML as gpu.base.DeviceManager, through the official binding (package nvidia-ml-py, module pynvml).
 
-The binding loads libnvidia-ml.so.1, never CUDA. Memory is in bytes; an Xid event names a GPU and a
-number, no process (NVML reference, nvmlEventData_t).
+The binding loads libnvidia-ml.so.1, never CUDA. Memory is in bytes. An Xid event has a GPU and a number, but
+no process (NVML reference, nvmlEventData_t).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from mpsd.errors import GpuError, NotFoundError, UnsupportedError
-from mpsd.model import ComputeMode, Gpu, GpuProcess, NvmlXid
+from mpsd.base.errors import GpuError, NotFoundError, UnsupportedError
+from mpsd.base.model import ComputeMode, Gpu, GpuProcess, NvmlXid
 
 WAIT_MS = 1000
 _NO_DRIVER = "install the NVIDIA driver and load its modules (nvidia-smi must work)"
-# NVML return values (nvml.h) that say more than their own text, and what to do about each.
+# Remedies for NVML return values (nvml.h).
 _REMEDIES = {
     4: "run as root, or give this user the device nodes",
     9: _NO_DRIVER,
     12: "install the driver's libnvidia-ml.so.1, or mount it into the container",
     15: "the GPU fell off the bus: reset it or reboot the machine",
     16: "reset the GPU (nvidia-smi --gpu-reset) or reboot the machine",
-    18: "the library and the loaded module differ: reboot after a driver upgrade",
+    18: "reboot: the library and the loaded module differ after a driver upgrade",
 }
 _NOT_SUPPORTED = frozenset({3, 9, 12, 13, 18})
 
@@ -41,16 +41,16 @@ def _binding() -> ModuleType:
 
 
 def pci_address(bus_id: str) -> str:
-    """NVML's dddddddd:bb:dd.f as dddd:bb:dd.f in lower case."""
+    """Convert NVML's dddddddd:bb:dd.f to dddd:bb:dd.f in lower case."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
 
 
 class Nvml:
-    """gpu.base.DeviceManager. Raises UnsupportedError where there is no driver or library."""
+    """gpu.base.DeviceManager. Raises UnsupportedError without driver or library."""
 
     def __init__(self, binding: ModuleType | None = None) -> None:
-        """`binding` replaces pynvml, for tests."""
+        """Start NVML. `binding` replaces pynvml in tests."""
         self._nvml: Any = binding or _binding()
         self._sources: list[NvmlXids] = []
         with self._errors("start NVML"):
@@ -69,7 +69,7 @@ class Nvml:
             mode = self._nvml.nvmlDeviceGetComputeMode(self._handle(gpu_uuid))
         if mode == self._nvml.NVML_COMPUTEMODE_PROHIBITED:
             return ComputeMode.PROHIBITED
-        # Exclusive thread, of old drivers, is at least as narrow as exclusive process.
+        # Exclusive thread, of old drivers, is at least as strict as exclusive process.
         return (
             ComputeMode.DEFAULT
             if mode == self._nvml.NVML_COMPUTEMODE_DEFAULT
@@ -77,12 +77,12 @@ class Nvml:
         )
 
     def minor_number(self, gpu_uuid: str) -> int:
-        """N of the GPU's /dev/nvidiaN."""
+        """Return N of the GPU's /dev/nvidiaN."""
         with self._errors(f"read the device number of {gpu_uuid}"):
             return int(self._nvml.nvmlDeviceGetMinorNumber(self._handle(gpu_uuid)))
 
     def addressing_mode(self, gpu_uuid: str) -> str:
-        """How the GPU sees host memory: "none", "hmm", "ats", or "unknown" where this NVML cannot tell."""
+        """Return the GPU's access to host memory: "none", "hmm", "ats", or "unknown" to this NVML."""
         try:
             with self._errors(f"read the addressing mode of {gpu_uuid}"):
                 mode = self._nvml.nvmlDeviceGetAddressingMode(self._handle(gpu_uuid))
@@ -95,7 +95,7 @@ class Nvml:
             return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle(gpu_uuid)).used)
 
     def processes(self, gpu_uuid: str) -> list[GpuProcess]:
-        """Processes with a compute context: those outside MPS and the servers, and the clients of MPS."""
+        """Return processes with a compute context: MPS servers, MPS clients and processes outside MPS."""
         with self._errors(f"list the processes of {gpu_uuid}"):
             handle = self._handle(gpu_uuid)
             direct = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
@@ -111,7 +111,7 @@ class Nvml:
         return [found[pid] for pid in sorted(found)]
 
     def watch_xids(self) -> NvmlXids:
-        """Critical Xids of all GPUs from now on. Raises UnsupportedError where no GPU reports events."""
+        """Watch critical Xids of all GPUs from now on. Raises UnsupportedError if no GPU reports events."""
         with self._errors("watch Xids"):
             events = self._nvml.nvmlEventSetCreate()
             watched = 0
@@ -124,14 +124,14 @@ class Nvml:
             if not watched:
                 self._nvml.nvmlEventSetFree(events)
                 raise UnsupportedError(
-                    "no GPU here reports Xids to NVML", remedy="the kernel log is used alone"
+                    "no GPU reports Xids to NVML", remedy="none needed: mpsd reads the kernel log"
                 )
         source = NvmlXids(self._nvml, events)
         self._sources.append(source)
         return source
 
     def close(self) -> None:
-        """Stop the sources and NVML; takes up to about a second while a source's wait runs out."""
+        """Stop the sources and NVML. Takes up to a second, while a source's wait times out."""
         for source in self._sources:
             source.close()
         for source in self._sources:
@@ -170,7 +170,7 @@ class Nvml:
 
 def _translated(doing: str, error: Any) -> GpuError:
     kind = UnsupportedError if error.value in _NOT_SUPPORTED else GpuError
-    remedy = _REMEDIES.get(error.value, "nvidia-smi tells how the driver is")
+    remedy = _REMEDIES.get(error.value, "check the driver with nvidia-smi")
     return kind(f"cannot {doing}: {error}", remedy=remedy, status=int(error.value))
 
 
@@ -181,7 +181,7 @@ def _text(value: str | bytes) -> str:
 class NvmlXids:
     """gpu.base.XidSource: a thread that sleeps in NVML, and an eventfd that wakes the loop.
 
-    `failure` is the last error of NVML while waiting; the thread goes on after a pause.
+    `failure` is the last error of NVML while waiting; the thread continues after a pause.
     """
 
     def __init__(self, binding: Any, events: Any) -> None:
@@ -209,7 +209,7 @@ class NvmlXids:
         return found
 
     def close(self) -> None:
-        """Stop the thread at the end of its present wait; does not wait for it."""
+        """Stop the thread at the end of its present wait, without waiting for it."""
         self._closing.set()
         with self._lock:
             if self._fd >= 0:
@@ -224,7 +224,7 @@ class NvmlXids:
             try:
                 self._wait()
             except self._nvml.NVMLError as error:
-                # One lost GPU must not end the watch over the others, nor make the thread spin.
+                # A lost GPU must neither end the watch over the other GPUs nor make the thread spin.
                 self.failure = str(error)
                 self._closing.wait(WAIT_MS / 1000)
         try:

@@ -1,13 +1,13 @@
-"""Has a process's GPU work ended? Read from its own completion semaphores. Pure.
+"""The end of a process's GPU work, read from its own completion semaphores. No I/O.
 
-libcuda maps its command buffers and its semaphores into the client, at the same low addresses on CPU and
-GPU. Every launch leaves in the command buffer
-  - a report: the address of a 16-byte semaphore and the number that the front end writes there once it
-    has taken the launch. The numbers of one semaphore only grow (modulo 2^32);
-  - a mark: four bytes that the launch sets to 5 (BUSY) and the kernel's own completion to another number.
-So work is pending while a semaphore is behind a number found for it, or while a marked word still is 5.
-Measured on an H200 with driver 580 (faultinject/reports); method numbers as in the public class headers
-of compute and copy engines (offset and length of inline data, report semaphore).
+libcuda maps its command buffers and semaphores into the client, at the same low addresses on CPU and GPU.
+Every launch leaves two signs in the command buffer:
+  - a report: the address of a 16-byte semaphore and the number that the front end writes there when it has
+    taken the launch. The numbers of one semaphore only grow (modulo 2^32);
+  - a mark: four bytes that the launch sets to 5 (BUSY) and the kernel's completion sets to another number.
+Work is pending while a semaphore is behind one of its numbers, or while a marked value is still 5.
+Measured on an H200 with driver 580 (faultinject/evidence/mechanisms.md). Method numbers are those of the
+public class headers of compute and copy engines (offset and length of inline data, report semaphore).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 BUSY = 5
 Read = Callable[[int], int | None]
-"""The word at an address, None where nothing is mapped."""
+"""Read the 32-bit word at an address; None if nothing is mapped."""
 
 LOW_END = 1 << 36
-"""Above this lie ordinary mappings; libcuda's shared areas are below."""
+"""Ordinary mappings are above this address, libcuda's shared areas below."""
 
 _WORD = struct.Struct("<I")
 _ANY_CHANNEL = rb"[\x00\x20\x40\x60\x80\xa0\xc0\xe0]"
@@ -44,13 +44,14 @@ _HOST = re.compile(rb"\x17" + _ANY_CHANNEL + rb"\x05\x20" + _TARGET, re.DOTALL)
 
 @dataclass(slots=True)
 class Signs:
-    """What one process's command buffers say: where to look, and what must be there."""
+    """Signs in one process's command buffers: addresses to read, and values to expect."""
 
     marks: set[int] = field(default_factory=set)
     numbers: dict[int, set[int]] = field(default_factory=dict)
 
     def scan(self, commands: bytes) -> None:
-        """Take in one piece of command buffer. Old commands do no harm: their numbers are reached."""
+        """Add the signs of a part of a command buffer. Old commands are harmless: their numbers are
+        reached."""
         for found in _MARK.finditer(commands):
             self._mark(_high_low(found["address"]))
         for found in _REPORT.finditer(commands):
@@ -69,18 +70,19 @@ class Signs:
             self.numbers.setdefault(address, set()).add(_WORD.unpack(number)[0])
 
     def keep(self, found: Sequence[Area]) -> None:
-        """Only what lies there: all that the driver means does (24 marks and 28 semaphores of one program on
-        an H200), and what does not is no command, but data that looks like one."""
+        """Drop addresses outside the areas: they come from data that only looks like a command.
+
+        Every real sign lies in an area (24 marks and 28 semaphores of one program on an H200)."""
         self.marks = {address for address in self.marks if _lies_in(address, found)}
         self.numbers = {a: numbers for a, numbers in self.numbers.items() if _lies_in(a, found)}
 
     @property
     def understood(self) -> bool:
-        """Whether this driver leaves the signs that we know: every client that ever launched has some."""
+        """Whether this driver leaves the known signs: every client that ever launched has some."""
         return bool(self.numbers)
 
     def queued(self, read: Read) -> list[str]:
-        """Semaphores that have yet to reach a number: launches that the front end has not taken."""
+        """Return semaphores that are behind a number: launches that the front end has not taken."""
         late = []
         for address, numbers in self.numbers.items():
             value = read(address)
@@ -89,12 +91,12 @@ class Signs:
         return late
 
     def running(self, read: Read) -> list[str]:
-        """Marks of kernels that have begun and not ended."""
+        """Return marks of kernels that have begun and not ended."""
         return [f"kernel {address:#x}" for address in sorted(self.marks) if read(address) == BUSY]
 
 
 def behind(value: int, number: int) -> bool:
-    """Whether a semaphore has yet to reach a number (serial arithmetic, as numbers wrap)."""
+    """Return whether a semaphore has yet to reach a number (serial arithmetic, as numbers wrap)."""
     return 0 < (number - value) & 0xFFFFFFFF < 1 << 31
 
 
@@ -112,16 +114,16 @@ def _low_high(raw: bytes) -> int:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Area:
-    """Bytes [start, end) of the client that its driver shares with the GPU."""
+    """Bytes [start, end) that the client's driver shares with the GPU."""
 
     start: int
     end: int
 
 
 def areas(rows: Iterable[tuple[int, int, str, str]]) -> list[Area]:
-    """The areas worth reading, from (start, end, permissions, path) of the low mappings, in order.
+    """Return the areas to read, in order, from (start, end, permissions, path) of the low mappings.
 
-    Only system memory that the control device maps; never a device's own registers.
+    Only system memory that the control device maps, never a device's registers.
     """
     return [
         Area(start, end)

@@ -1,8 +1,8 @@
-"""The UVM driver as a root process sees it: clients' descriptors duplicated, tracked, guarded.
+"""The UVM driver as a root process sees it: duplicate, track and guard the clients' descriptors.
 
-A CUDA process holds two files of /dev/nvidia-uvm: one is its GPU address space, the other pins
-its memory map. Both are needed to keep the address space alive past the process. Which is which
-is found by asking each for an event tracker: only the address space accepts one.
+A CUDA process has two files of /dev/nvidia-uvm open: one is its GPU address space, the other pins its memory
+map. Both are needed to keep the address space alive after the process. To tell them apart, mpsd asks each
+for an event tracker: only the address space accepts one.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from mpsd.errors import GpuError, NotFoundError, NotReadyError, UnsupportedError
+from mpsd.base.errors import GpuError, NotFoundError, NotReadyError, UnsupportedError
+from mpsd.base.model import ProcessInstance, TrackerBatch
 from mpsd.gpu.nvidia import uvm_abi as abi
-from mpsd.linux.samefile import same_file
-from mpsd.model import ProcessInstance, TrackerBatch
+from mpsd.os.samefile import same_file
 
 UVM_DEVICE = "/dev/nvidia-uvm"
 TOOLS_DEVICE = "/dev/nvidia-uvm-tools"
-# Of one process; more are not looked at.
+# Descriptors of one process that are searched for UVM files.
 FILES_LIMIT = 1 << 16
-# A CUDA process has two, and two more for each further copy of libcuda. Telling them apart is quadratic.
+# A CUDA process has two, and two more for each further driver instance. Telling them apart is quadratic.
 UVM_FILES_LIMIT = 64
+# Every address space gets a duplicate of every other file: with 64 files, a thousand for one process.
+DUPLICATES_LIMIT = 64
 
-# 2048 entries fill 128 KiB; the driver drops and counts what does not fit. Fatal faults alone would need
-# few, but it handles serviced ones by the hundred, and a queue that tells of them is read in intervals.
+# 2048 entries fill 128 KiB; the driver drops and counts entries beyond that. Fatal faults need few entries,
+# but the driver services faults by the hundred, and a queue of serviced faults is read at intervals.
 _QUEUE_ENTRIES = 2048
 _VERSION_FILES = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
 _SYS_PIDFD_GETFD = 438
@@ -40,7 +42,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _syscall(number: int, *arguments: int) -> int:
-    """A raw system call; returns its result or raises OSError."""
+    """Make a raw system call and return its result. Raises OSError."""
     result = int(_libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)))
     if result < 0:
         code = ctypes.get_errno()
@@ -49,7 +51,7 @@ def _syscall(number: int, *arguments: int) -> int:
 
 
 def driver_version() -> str:
-    """Version of the loaded driver, "" if none is loaded."""
+    """Return the version of the loaded driver, or "" without one."""
     for path in _VERSION_FILES:
         with suppress(OSError):
             for word in Path(path).read_text().split():
@@ -59,7 +61,7 @@ def driver_version() -> str:
 
 
 def _ask(fd: int, request: int, buffer: bytearray, status_at: int) -> int:
-    """One ioctl; its status field. Raises GpuError when the kernel refuses the call itself."""
+    """Make one ioctl and return its status field. Raises GpuError if the kernel refuses the call itself."""
     try:
         fcntl.ioctl(fd, request, buffer, True)
     except OSError as error:
@@ -73,7 +75,7 @@ class UvmTracker:
 
     def __init__(self, tools_fd: int, layout: abi.TrackerLayout) -> None:
         self._fd = tools_fd
-        # Shared anonymous pages: the driver pins them, and a fork must not copy them away.
+        # Shared anonymous pages: the driver pins them, and a fork must not copy them on write.
         self._queue = mmap.mmap(-1, _QUEUE_ENTRIES * layout.entry.size)
         self._control = mmap.mmap(-1, mmap.PAGESIZE)
         self._views = (memoryview(self._queue), memoryview(self._control))
@@ -81,7 +83,7 @@ class UvmTracker:
         self.layout = layout
 
     def attach(self, uvm_fd: int) -> int:
-        """Ask for events of the address space `uvm_fd`; the driver's status."""
+        """Request events of the address space `uvm_fd` and return the driver's status."""
         buffer = abi.encode_tracker(
             self.layout, _address(self._queue), _QUEUE_ENTRIES, _address(self._control), uvm_fd
         )
@@ -103,11 +105,11 @@ class UvmTracker:
         return self._fd
 
     def report_serviced(self) -> None:
-        """From now on also faults that were serviced, as those in managed memory are. Raises GpuError."""
+        """Report serviced faults too, such as those in managed memory. Raises GpuError."""
         self.enable(1 << abi.EVENT_GPU_FAULT)
 
     def drain(self) -> TrackerBatch:
-        """All queued events; never blocks."""
+        """Return all queued events. Never blocks."""
         return TrackerBatch(tuple(self._ring.take()), self._ring.dropped())
 
     def close(self) -> None:
@@ -122,7 +124,7 @@ class UvmTracker:
 
 
 def _address(pages: mmap.mmap) -> int:
-    """Where a mapping lies. The temporary export ends before the mapping can be closed."""
+    """Return the address of a mapping. The temporary export ends here, so that the mapping can be closed."""
     return ctypes.addressof(ctypes.c_char.from_buffer(pages))
 
 
@@ -139,7 +141,7 @@ class UvmAddressSpace:
         return dict(self._fds)
 
     def track(self, mask: int = 1 << abi.EVENT_FATAL_FAULT) -> UvmTracker:
-        """A tracker for the event types in `mask`. Raises GpuError."""
+        """Return a tracker for the event types in `mask`. Raises GpuError."""
         tracker, self._unclaimed = self._unclaimed, None
         if tracker is None:
             tracker, status = self._uvm.try_tracker(self._fds["va"])
@@ -153,7 +155,7 @@ class UvmAddressSpace:
         return tracker
 
     def map_sparse(self, base: int, length: int, gpu_uuid: str) -> None:
-        """Reads give 0 and writes vanish in [base, base+length). Raises GpuError."""
+        """Make reads return 0 and discard writes in [base, base+length). Raises GpuError."""
         gpu = abi.uuid_bytes(gpu_uuid)
         span = f"[{base:#x}, {base + length:#x})"
         create = abi.encode_external_range(base, length)
@@ -168,7 +170,7 @@ class UvmAddressSpace:
             raise GpuError(f"UVM refused a guard on {span}: {abi.status_name(status)}", status=status)
 
     def unmap_sparse(self, base: int, length: int) -> None:
-        """Take a guard away. Raises GpuError, NotFoundError where no such range exists."""
+        """Remove a guard. Raises GpuError, or NotFoundError if no such range exists."""
         status = self._uvm.free(self._fds["va"], base, length)
         if status != abi.STATUS_OK:
             text = f"UVM did not free [{base:#x}, {base + length:#x}): {abi.status_name(status)}"
@@ -198,8 +200,8 @@ class NvidiaUvm:
     def open(self, process: ProcessInstance, pidfd: int) -> Sequence[UvmAddressSpace]:
         """Duplicate the address spaces that a process holds now.
 
-        Raises NotReadyError while it has none that is set up, NotFoundError when it is gone,
-        UnsupportedError when the kernel or the driver does not allow it.
+        Raises NotReadyError while no address space is initialised, NotFoundError if the process has ended,
+        UnsupportedError if the kernel or the driver does not allow it.
         """
         held = self._duplicate(process.pid, pidfd)
         try:
@@ -213,13 +215,13 @@ class NvidiaUvm:
     def adopt(self, fds: Mapping[str, int]) -> UvmAddressSpace:
         """Rebuild an address space from kept descriptors. Raises GpuError if "va" is missing."""
         if "va" not in fds:
-            raise GpuError(f"descriptors {sorted(fds)} hold no GPU address space ('va')")
+            raise GpuError(f"descriptors {sorted(fds)} contain no GPU address space ('va')")
         for fd in fds.values():
             os.set_inheritable(fd, False)
         return UvmAddressSpace(self, fds)
 
     def _sort(self, process: ProcessInstance, held: list[int]) -> list[UvmAddressSpace]:
-        """Tell address spaces from the files that pin memory; every space holds all of those."""
+        """Separate address spaces from the files that pin memory; every space holds all of the latter."""
         spaces: dict[int, UvmTracker] = {}
         try:
             for fd in tuple(held):
@@ -229,7 +231,12 @@ class NvidiaUvm:
             pins = [fd for fd in held if fd not in spaces]
             if not spaces or not pins:
                 raise NotReadyError(
-                    f"process {process.pid} has no GPU address space yet", remedy="ask again in a moment"
+                    f"process {process.pid} has no GPU address space yet", remedy="try again in a moment"
+                )
+            if len(spaces) * len(pins) > DUPLICATES_LIMIT:
+                raise UnsupportedError(
+                    f"process {process.pid} has {len(spaces)} GPU address spaces and {len(pins)} other UVM "
+                    f"files; mpsd holds at most {DUPLICATES_LIMIT} duplicates"
                 )
             opened = []
             for index, (fd, tracker) in enumerate(spaces.items()):
@@ -243,9 +250,9 @@ class NvidiaUvm:
         return opened
 
     def try_tracker(self, uvm_fd: int) -> tuple[UvmTracker | None, int]:
-        """A tracker on an address space, or None and why not. Proves the layout on the way.
+        """Return a tracker on an address space, or None and the refusal. Determines the layout on the way.
 
-        Raises UnsupportedError when no known layout is understood by this driver.
+        Raises UnsupportedError if this driver understands no known layout.
         """
         for layout in self._trackers:
             tracker = UvmTracker(self._open_tools(), layout)
@@ -258,17 +265,17 @@ class NvidiaUvm:
                 self._trackers, self._proven = (layout,), True
                 return tracker, status
             tracker.close()
-            # Once a layout is proven, or where the refusal has nothing to do with it, the
-            # descriptor is the reason.
+            # The descriptor is the reason if a layout is known to work, or if the refusal has nothing to do
+            # with the layout.
             if self._proven or status not in (abi.UNWRITTEN, 0x1E, 0x1F):
                 return None, status
         raise UnsupportedError(
-            f"driver {self.version or '(unknown)'} understands no known UVM event tracker",
-            remedy="attribution and leases need driver branch 535 to 595; report the version",
+            f"driver {self.version or '(unknown)'} supports no known layout of the UVM event tracker",
+            remedy="attribution and leases need driver branch 535 to 595; report this driver version",
         )
 
     def free(self, uvm_fd: int, base: int, length: int) -> int:
-        """UVM_FREE with the layout of this driver; its status."""
+        """Call UVM_FREE with the layout of this driver and return its status."""
         status = abi.UNWRITTEN
         for layout in self._frees:
             buffer = abi.encode_free(layout, base, length)
@@ -284,14 +291,14 @@ class NvidiaUvm:
         except OSError as error:
             raise UnsupportedError(
                 f"cannot open {TOOLS_DEVICE}: {error.strerror}",
-                remedy="run as root on a node with the NVIDIA driver (nvidia-modprobe -u makes the node)",
+                remedy="run as root on a node with the NVIDIA driver (nvidia-modprobe -u creates the node)",
                 status=error.errno or 0,
             ) from error
 
     def _duplicate(self, pid: int, pidfd: int) -> list[int]:
-        """Own duplicates of every UVM file that the process has open.
+        """Return duplicates of every UVM file that the process has open.
 
-        Raises UnsupportedError, with nothing kept, where they are more than UVM_FILES_LIMIT.
+        Raises UnsupportedError, and keeps none, if there are more than UVM_FILES_LIMIT.
         """
         numbers = self._numbers(pid)
         found: list[int] = []
@@ -306,7 +313,7 @@ class NvidiaUvm:
         return found
 
     def _numbers(self, pid: int) -> list[int]:
-        """Which descriptors of the process are UVM files."""
+        """Return the numbers of the process's descriptors that are UVM files."""
         try:
             with os.scandir(f"/proc/{pid}/fd") as entries:
                 numbers = sorted(int(entry.name) for entry in islice(entries, FILES_LIMIT))
@@ -316,7 +323,7 @@ class NvidiaUvm:
         for number in numbers:
             path = f"/proc/{pid}/fd/{number}"
             try:
-                # By name first: a stat of a file on a dead file server would never return.
+                # Check the name first: stat() of a file on a dead file server would block forever.
                 if not os.path.basename(os.readlink(path)).startswith(os.path.basename(UVM_DEVICE)):
                     continue
                 status = os.stat(path)
@@ -326,17 +333,17 @@ class NvidiaUvm:
                 found.append(number)
         if len(found) > UVM_FILES_LIMIT:
             raise UnsupportedError(
-                f"process {pid} has {len(found)} UVM files open, of which {UVM_FILES_LIMIT} are held at most"
+                f"process {pid} has {len(found)} UVM files open; mpsd holds at most {UVM_FILES_LIMIT}"
             )
         return found
 
 
 class _Vanished(Exception):
-    """The descriptor was closed between the look and the call."""
+    """The descriptor was closed between listing and duplication."""
 
 
 def _take(pid: int, pidfd: int, number: int) -> int:
-    """pidfd_getfd(2): the duplicate is close-on-exec. Raises _Vanished, UnsupportedError."""
+    """Duplicate a descriptor with pidfd_getfd(2), close-on-exec. Raises _Vanished, UnsupportedError."""
     try:
         return _syscall(_SYS_PIDFD_GETFD, pidfd, number, 0)
     except OSError as error:
@@ -347,39 +354,39 @@ def _take(pid: int, pidfd: int, number: int) -> int:
 
 def _cannot_look(pid: int, error: OSError) -> GpuError | NotFoundError:
     if error.errno in (errno.ENOENT, errno.ESRCH):
-        return NotFoundError(f"process {pid} is gone")
+        return NotFoundError(f"process {pid} has ended")
     return UnsupportedError(
         f"cannot take descriptors of process {pid}: {error.strerror}",
-        remedy="needs CAP_SYS_PTRACE in the process's user namespace, kernel 5.6 and Yama scope below 3",
+        remedy="mpsd needs CAP_SYS_PTRACE in the process's user namespace, kernel 5.6 and Yama scope below 3",
         status=error.errno or 0,
     )
 
 
 def _again(fd: int, held: list[int]) -> int:
-    """One more duplicate, which `held` closes if anything goes wrong."""
+    """Return one more duplicate; `held` closes it if anything fails."""
     held.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
     return held[-1]
 
 
 def _drop_repeated(fds: list[int]) -> None:
-    """Leave one descriptor per open file; the duplicates of the same file are closed."""
-    kept: list[int] = []
+    """Keep one descriptor per open file and close the other duplicates."""
+    unique: list[int] = []
     for fd in tuple(fds):
-        if any(same_file(fd, other) for other in kept):
+        if any(same_file(fd, other) for other in unique):
             fds.remove(fd)
             os.close(fd)
         else:
-            kept.append(fd)
+            unique.append(fd)
 
 
 def _character_device(path: str) -> int:
-    """Device number of a character device. Raises UnsupportedError."""
+    """Return the device number of a character device. Raises UnsupportedError."""
     try:
         found = os.stat(path)
     except OSError as error:
         raise UnsupportedError(
             f"no {path}: {error.strerror}",
-            remedy="load the NVIDIA driver's nvidia-uvm module; its device node must exist here",
+            remedy="load the NVIDIA driver's nvidia-uvm module and create its device node here",
             status=error.errno or 0,
         ) from error
     return found.st_rdev

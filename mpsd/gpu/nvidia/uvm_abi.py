@@ -1,10 +1,9 @@
 """The binary interface of /dev/nvidia-uvm and /dev/nvidia-uvm-tools. Pure: bytes in, values out.
 
-UVM ioctl requests are plain numbers (no _IOC bits). A call that reached the driver returns 0 and
-leaves its result in a status field of the structure; where that field lies differs by driver
-branch, and the interface cannot be asked for its version. So every status field is filled with
-`UNWRITTEN` before the call: a driver of another branch leaves it untouched, and a layout counts
-as proven only when its status field was written.
+UVM ioctl requests are plain numbers (no _IOC bits). A call that reached the driver returns 0 and leaves its
+result in a status field of the structure. The field's offset differs by driver branch, and the interface has
+no version query. So every status field is filled with `UNWRITTEN` before the call: a driver of another branch
+leaves it untouched, and a layout counts as proven only if its status field was written.
 
 Sources: uvm_ioctl.h, uvm_linux_ioctl.h and uvm_types.h of the open kernel modules 535 to 595
 (MIT); sizes compiled from 535.288, 550.163, 570.211, 580.142, 595.45. Seen on 580.159.
@@ -15,7 +14,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from mpsd.model import Access, UvmEvent, UvmFaultType, UvmReason
+from mpsd.base.model import Access, UvmEvent, UvmFaultType, UvmReason
 
 UVM_FREE = 34
 UVM_INIT_EVENT_TRACKER = 56
@@ -28,7 +27,7 @@ UVM_INIT_EVENT_TRACKER_V2 = 76
 EVENT_GPU_FAULT = 3
 EVENT_FATAL_FAULT = 6
 
-# Sparse mappings exist in units of 64 KiB only.
+# Sparse mappings have a granularity of 64 KiB.
 SPARSE_GRANULE = 0x10000
 
 STATUS_OK = 0
@@ -58,15 +57,15 @@ ACCESSES = {1: Access.READ, 2: Access.WRITE, 3: Access.ATOMIC, 4: Access.PREFETC
 
 
 def status_name(status: int) -> str:
-    """A driver status (rmStatus) as text, for example "ILLEGAL_ACTION (0x16)"."""
+    """Return a driver status (rmStatus) as text, for example "ILLEGAL_ACTION (0x16)"."""
     if status == UNWRITTEN:
-        return "no answer (structure of another driver branch)"
+        return "no answer (the structure belongs to another driver branch)"
     return f"{_STATUS_NAMES.get(status, 'status')} ({status:#x})"
 
 
 @dataclass(frozen=True, slots=True)
 class EntryLayout:
-    """Where a queue entry keeps its fields. Offsets in bytes."""
+    """Offsets of a queue entry's fields, in bytes."""
 
     size: int
     fatal_processor: struct.Struct
@@ -95,10 +94,10 @@ CONTROL_550_V2 = ControlLayout(536, 24)
 
 @dataclass(frozen=True, slots=True)
 class TrackerLayout:
-    """How one branch takes the INIT_EVENT_TRACKER structure.
+    """Layout of the INIT_EVENT_TRACKER structure in one branch.
 
-    `version_at` holds the wanted entry version, `granted_at` is where the driver says which it
-    chose; None where the branch has no such field.
+    `version_at` is the requested entry version, `granted_at` the version that the driver chose; None if the
+    branch has no such field.
     """
 
     name: str
@@ -144,7 +143,7 @@ _BRANCHES: tuple[tuple[int, tuple[TrackerLayout, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class FreeLayout:
-    """How one branch takes UVM_FREE: with or without the length of the range."""
+    """Layout of UVM_FREE in one branch: with or without the length of the range."""
 
     name: str
     size: int
@@ -154,37 +153,37 @@ class FreeLayout:
 
 FREE_WITH_LENGTH = FreeLayout("base, length", 24, 16, True)
 FREE_BASE_ONLY = FreeLayout("base", 16, 8, False)
-# First branch seen to have dropped the length field from UVM_FREE.
+# First branch known to have dropped the length field from UVM_FREE.
 _FREE_BASE_ONLY_SINCE = 610
 
 
 def branch_of(driver_version: str) -> int:
-    """The branch of a driver version ("580.159.04" -> 580); 0 if the text is no version."""
+    """Return the branch of a driver version ("580.159.04" -> 580); 0 for an invalid version."""
     head = driver_version.strip().split(".")[0]
     return int(head) if head.isdecimal() else 0
 
 
 def tracker_layouts(branch: int) -> tuple[TrackerLayout, ...]:
-    """Tracker layouts to try on a driver branch: its own first, then the nearest others."""
+    """Return the tracker layouts to try on a driver branch: its own first, then the nearest."""
     own = next(index for index, (since, _) in enumerate(_BRANCHES) if branch >= since)
     by_distance = sorted(range(len(_BRANCHES)), key=lambda index: abs(index - own))
     return tuple(layout for index in by_distance for layout in _BRANCHES[index][1])
 
 
 def free_layouts(branch: int) -> tuple[FreeLayout, ...]:
-    """UVM_FREE layouts to try on a driver branch."""
+    """Return the UVM_FREE layouts to try on a driver branch."""
     if branch >= _FREE_BASE_ONLY_SINCE:
         return (FREE_BASE_ONLY, FREE_WITH_LENGTH)
     return (FREE_WITH_LENGTH, FREE_BASE_ONLY)
 
 
 def read_u32(buffer: bytes | bytearray | memoryview, offset: int) -> int:
-    """The little-endian u32 at `offset`."""
+    """Return the little-endian u32 at `offset`."""
     return int(struct.unpack_from("=I", buffer, offset)[0])
 
 
 def encode_tracker(layout: TrackerLayout, queue: int, entries: int, control: int, uvm_fd: int) -> bytearray:
-    """Parameters of INIT_EVENT_TRACKER for all processors.
+    """Return the parameters of INIT_EVENT_TRACKER for all processors.
 
     `queue` and `control` are page-aligned addresses; `entries` is a power of two, at least 2.
     """
@@ -199,7 +198,7 @@ def encode_tracker(layout: TrackerLayout, queue: int, entries: int, control: int
 
 
 def tracker_status(layout: TrackerLayout, buffer: bytearray) -> int:
-    """The driver's answer to INIT_EVENT_TRACKER, UNWRITTEN if this layout is not its own."""
+    """Return the driver's answer to INIT_EVENT_TRACKER; UNWRITTEN if it has another layout."""
     status = read_u32(buffer, layout.status_at)
     if status == STATUS_OK and layout.granted_at is not None:
         granted = read_u32(buffer, layout.granted_at)
@@ -208,27 +207,27 @@ def tracker_status(layout: TrackerLayout, buffer: bytearray) -> int:
 
 
 def encode_threshold(threshold: int) -> bytearray:
-    """SET_NOTIFICATION_THRESHOLD; status at 4."""
+    """Return the parameters of SET_NOTIFICATION_THRESHOLD; status at 4."""
     return bytearray(struct.pack("=II", threshold, UNWRITTEN))
 
 
 def encode_enable(mask: int) -> bytearray:
-    """EVENT_QUEUE_ENABLE_EVENTS; `mask` has bit 1 << event type; status at 8."""
+    """Return the parameters of EVENT_QUEUE_ENABLE_EVENTS; `mask`: bits 1 << event type; status at 8."""
     return bytearray(struct.pack("=QII", mask, UNWRITTEN, 0))
 
 
 def encode_external_range(base: int, length: int) -> bytearray:
-    """CREATE_EXTERNAL_RANGE; status at 16."""
+    """Return the parameters of CREATE_EXTERNAL_RANGE; status at 16."""
     return bytearray(struct.pack("=QQII", base, length, UNWRITTEN, 0))
 
 
 def encode_map_sparse(base: int, length: int, gpu: bytes) -> bytearray:
-    """MAP_EXTERNAL_SPARSE for the GPU with the 16-byte uuid `gpu`; status at 32."""
+    """Return the parameters of MAP_EXTERNAL_SPARSE for the GPU with 16-byte uuid `gpu`; status at 32."""
     return bytearray(struct.pack("=QQ16sII", base, length, gpu, UNWRITTEN, 0))
 
 
 def encode_free(layout: FreeLayout, base: int, length: int) -> bytearray:
-    """UVM_FREE of the range that begins at `base`."""
+    """Return the parameters of UVM_FREE for the range that begins at `base`."""
     buffer = bytearray(layout.size)
     struct.pack_into("=Q", buffer, 0, base)
     if layout.with_length:
@@ -238,7 +237,7 @@ def encode_free(layout: FreeLayout, base: int, length: int) -> bytearray:
 
 
 def uuid_bytes(gpu_uuid: str) -> bytes:
-    """The 16 bytes of a GPU uuid as NVML prints it ("GPU-..."). Raises ValueError."""
+    """Return the 16 bytes of a GPU uuid as NVML prints it ("GPU-..."). Raises ValueError."""
     raw = bytes.fromhex(gpu_uuid.removeprefix("GPU-").replace("-", ""))
     if len(raw) != 16:
         raise ValueError(f"GPU uuid {gpu_uuid!r} has {len(raw)} bytes, not 16")
@@ -246,7 +245,7 @@ def uuid_bytes(gpu_uuid: str) -> bytes:
 
 
 def decode_entry(layout: EntryLayout, entry: bytes | memoryview) -> UvmEvent | None:
-    """One queue entry as an event; None for event types other than GPU fault and fatal fault."""
+    """Decode one queue entry; None for event types other than GPU fault and fatal fault."""
     kind = entry[0]
     if kind == EVENT_FATAL_FAULT:
         access, reason = entry[2], entry[layout.fatal_reason_at]
@@ -271,9 +270,9 @@ def decode_entry(layout: EntryLayout, entry: bytes | memoryview) -> UvmEvent | N
 class Ring:
     """The consumer's half of a tracker queue.
 
-    The driver writes an entry at put_behind and then advances put_ahead and put_behind; the
-    consumer advances get_behind and get_ahead once it has copied the entries out. One slot stays
-    free. Positions count entries modulo `capacity`, a power of two.
+    The driver writes an entry at put_behind and then advances put_ahead and put_behind. The consumer copies
+    the entries out and then advances get_behind and get_ahead. One slot stays free. Positions count entries
+    modulo `capacity`, a power of two.
     """
 
     def __init__(
@@ -285,9 +284,9 @@ class Ring:
         layout: ControlLayout,
     ) -> None:
         if capacity < 2 or capacity & (capacity - 1):
-            raise ValueError(f"queue capacity {capacity} is no power of two of at least 2")
+            raise ValueError(f"queue capacity {capacity} is not a power of two of at least 2")
         if len(queue) < capacity * entry.size or len(control) < layout.size:
-            raise ValueError("queue or control block is smaller than its layout")
+            raise ValueError("the queue or control block is smaller than its layout")
         self._queue = queue
         self._control = control
         self._capacity = capacity
@@ -295,7 +294,7 @@ class Ring:
         self._layout = layout
 
     def take(self) -> list[UvmEvent]:
-        """Every fault queued so far; all slots read are given back to the driver."""
+        """Return every queued fault and free all slots that were read."""
         get = read_u32(self._control, 0) % self._capacity
         put = read_u32(self._control, 12) % self._capacity
         events: list[UvmEvent] = []
@@ -309,5 +308,5 @@ class Ring:
         return events
 
     def dropped(self) -> int:
-        """Events of all types that the driver dropped because the queue was full."""
+        """Number of events of all types that the driver dropped because the queue was full."""
         return sum(struct.unpack_from("=64Q", self._control, self._layout.dropped_at))

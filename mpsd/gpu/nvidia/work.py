@@ -1,10 +1,9 @@
-"""When a dead client's kernels have ended: its semaphores, read through /proc/PID/mem.
+"""The end of an exited client's kernels: its semaphores, read through /proc/PID/mem.
 
-The lease keeps the dead process's memory map, and with it the driver's mappings and, behind them, its
-channels. A descriptor of /proc/PID/mem that was opened while the process lived reads on. One of
-/proc/PID/maps does so until the process is reaped, and after an exec: so the last look is at the dead, if
-it comes in time. Afterwards mappings cannot be told from libcuda's reservation around them, which reads as
-zeros.
+The lease keeps the exited process's memory map, and with it the driver's mappings and its channels. A
+descriptor of /proc/PID/mem that was opened while the process lived stays readable. One of /proc/PID/maps
+works until the process is reaped, and after an exec. So the last look is at the exited process, if it comes
+in time. Afterwards mappings cannot be told from libcuda's reservation around them, which reads as zeros.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from mpsd.errors import UnsupportedError
+from mpsd.base.errors import UnsupportedError
+from mpsd.base.model import ProcessInstance
 from mpsd.gpu.nvidia.semaphores import LOW_END, Area, Signs, areas
-from mpsd.linux import procfs
-from mpsd.model import ProcessInstance
+from mpsd.os import procfs
 
-PIECE = 2 << 20
+READ_BYTES = 2 << 20
 BLOCK = 16 << 10
 OVERLAP = 64
-"""Longer than any pattern, so that none is cut in two."""
-CALM = 2
-"""Consecutive looks that must find nothing: a mark and the report of its launch are two writes."""
+"""Overlap of blocks, longer than any pattern, so that no pattern is cut in two."""
+QUIET_PROBES = 2
+"""Consecutive looks that must find nothing: a launch writes its mark and its report separately."""
 DROPPED_S = 3.0
-"""Launches still queued this long after the death have been dropped: the driver gives them 2.0 s."""
+"""Launches still queued this long [s] after the exit have been dropped: the driver allows them 2.0 s."""
 SOON_S = 0.1
-"""From the first mapping of a context to its first launch passes more than this."""
+"""The first launch of a context comes later than this [s] after its first mapping."""
 
 _AT_RANDOM = 25
 _PAIR = struct.Struct("@LL")
@@ -39,9 +38,9 @@ _ZERO = bytes(BLOCK + OVERLAP)
 
 
 def record_of(found: Sequence[Area] | None, *, settled: bool = True) -> bytes:
-    """Areas as they are noted, None for too many. The sum tells a whole record from a torn one.
+    """Return the record of areas, or of None for too many. Its checksum detects a torn record.
 
-    `settled`: two looks agreed on them; one alone may have met a context that was just being made.
+    `settled`: two looks agreed; a single look may have met a context that was just being created.
     """
     rows = None if found is None else [[a.start, a.end] for a in found]
     body = json.dumps(rows if settled else {"once": rows}).encode()
@@ -49,9 +48,9 @@ def record_of(found: Sequence[Area] | None, *, settled: bool = True) -> bytes:
 
 
 def areas_noted(record: bytes) -> list[Area] | None:
-    """None where that is not known: too many, no look was completed, or the writer was killed meanwhile."""
+    """Return the recorded areas, or None: too many, no complete look, or a torn record."""
     body, _, check = record.partition(b"\n")
-    # An earlier mpsd noted no sum.
+    # An earlier mpsd recorded no checksum.
     if check and check != b"%08x" % zlib.crc32(body):
         return None
     try:
@@ -63,17 +62,17 @@ def areas_noted(record: bytes) -> list[Area] | None:
 
 
 def noted_once(record: bytes) -> bool:
-    """Whether one look alone saw these areas."""
+    """Return whether only one look saw these areas."""
     return record.startswith(b'{"once"')
 
 
-def outside(found: Sequence[Area], left: Sequence[Area]) -> list[Area]:
-    """Those that lie in none of `left`."""
-    return [a for a in found if not any(one.start <= a.start and a.end <= one.end for one in left)]
+def outside(found: Sequence[Area], excluded: Sequence[Area]) -> list[Area]:
+    """Return the areas that lie in none of `excluded`."""
+    return [a for a in found if not any(one.start <= a.start and a.end <= one.end for one in excluded)]
 
 
 def written(data: bytes) -> Iterator[bytes]:
-    """The blocks of a piece of memory that hold anything: most of a command buffer was never used."""
+    """Yield the blocks that are not all zero: most of a command buffer is never used."""
     for at in range(0, len(data), BLOCK):
         block = data[at : at + BLOCK + OVERLAP]
         if block != _ZERO[: len(block)]:
@@ -81,10 +80,11 @@ def written(data: bytes) -> Iterator[bytes]:
 
 
 class ProcessWork:
-    """The work of one life of a client. `mem` and `areas` outlive the daemon in the descriptor store.
+    """The work of one process of a client. `mem` and `areas` outlive the daemon in the descriptor store.
 
-    `refresh` may run in a thread while others are called. `maps`: negative where the living was not met.
-    `_blind`: it has more mappings than are read, or it is not known which. `_settled`: two looks agreed.
+    `refresh` may run in a thread while other methods are called. `maps`: negative for an exited process.
+    `_blind`: the process has more mappings than are read, or their number is unknown. `_settled`: two looks
+    agreed.
     """
 
     def __init__(self, mem: int, notes: int, maps: int = -1) -> None:
@@ -97,13 +97,13 @@ class ProcessWork:
         self._blind = True
         self._unreadable = False
         self._settled = False
-        self._looked: float | None = None
+        self._probed: float | None = None
         self._found: procfs.MapLines | None = None
         self._noted = b""
         self._turn = threading.Lock()
         self._signs: Signs | None = None
         self._understood = False
-        self._calm = 0
+        self._quiet_probes = 0
         self._died = 0.0
         self._wrote_commands = False
 
@@ -114,13 +114,13 @@ class ProcessWork:
     @property
     def located(self) -> bool:
         with self._turn:
-            return bool(self._areas) or (self._blind and self._looked is not None)
+            return bool(self._areas) or (self._blind and self._probed is not None)
 
     def refresh(self) -> None:
-        self._look()
+        self._probe()
 
-    def _look(self, *, dead: bool = False) -> bool:
-        """Whether the look was completed."""
+    def _probe(self, *, exited: bool = False) -> bool:
+        """Read the mappings and return whether that was completed."""
         began = time.monotonic()
         try:
             found = procfs.map_lines_of(self._maps, LOW_END)
@@ -129,9 +129,9 @@ class ProcessWork:
         if found is None:
             return False
         if found == self._found and self._settled and self._applied is self._outside:
-            # As a rule, and looked at every second: nothing is taken apart again.
+            # The usual case, every second: parse nothing again.
             with self._turn:
-                self._looked = began
+                self._probed = began
             return True
         rows = [procfs.parse_map(line) for line in found.lines]
         all_there = areas((r.start, r.end, r.permissions, r.path) for r in rows)
@@ -139,18 +139,18 @@ class ProcessWork:
             self._applied = self._outside
             there = outside(all_there, self._applied)
             if self._notes >= 0:
-                self._take(there, truncated=found.truncated, began=began, dead=dead)
+                self._take(there, truncated=found.truncated, began=began, exited=exited)
             self._found = found
         return True
 
-    def _take(self, there: list[Area], *, truncated: bool, began: float, dead: bool) -> None:
-        first = self._looked is None
-        self._looked = began
-        # A client that ends takes its areas away: what they were is not forgotten.
+    def _take(self, there: list[Area], *, truncated: bool, began: float, exited: bool) -> None:
+        first = self._probed is None
+        self._probed = began
+        # An exiting client removes its areas: keep the last ones.
         there = there or outside(self._areas, self._applied)
         self._settled = there == self._areas and (self._settled or not first)
         self._areas, self._blind = there, truncated
-        if not dead:
+        if not exited:
             self._unreadable = not self._can_be_read(there)
         self._note()
 
@@ -158,39 +158,40 @@ class ProcessWork:
         unknown = self._blind or self._unreadable
         record = record_of(None if unknown else self._areas, settled=self._settled)
         if record != self._noted:
-            # In this order: killed in between, it leaves a record that is not whole, never an empty one.
+            # In this order: a kill in between leaves a torn record, never an empty one.
             os.pwrite(self._notes, record, 0)
             os.ftruncate(self._notes, len(record))
             self._noted = record
 
     def _can_be_read(self, there: Sequence[Area]) -> bool:
-        """Whether the driver lets the memory of the living be read. Of the dead nobody could tell that from
-        a client that has taken its areas away."""
+        """Return whether the driver lets mpsd read the memory of a living client.
+
+        For an exited client a refusal looks like areas that the client has removed."""
         try:
             return not there or any(_memory(self._mem, area.start, 1) for area in there)
         except UnsupportedError:
-            return True  # It has just ended: that is seen when its work is looked for.
+            return True  # The process has just ended; pending() handles that.
 
     def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Waits for no look that is under way, which may hang: the next one comes to it."""
+        """Exclude pages. Does not wait for a look in progress, which may hang: the next look applies it."""
         self._outside = [Area(start, end) for start, end in spans]
         if not self._turn.acquire(blocking=False):
             return
         try:
             self._apply()
-            if self._notes >= 0 and self._looked is not None:
+            if self._notes >= 0 and self._probed is not None:
                 self._note()
         finally:
             self._turn.release()
 
     def _apply(self) -> None:
-        """Leave out what is to be. What is to be no longer the next look at the living finds."""
+        """Exclude what is to be excluded. Pages that are no longer excluded come back with the next look."""
         self._areas = outside(self._areas, self._outside)
         if self._signs is not None:
             self._signs.keep(self._areas)
 
     def recall(self) -> None:
-        """After adoption: the areas that an earlier daemon noted."""
+        """Restore the areas that an earlier daemon recorded, after adoption."""
         record = os.pread(self._notes, 1 << 20, 0)
         noted = areas_noted(record)
         self._blind = noted is None
@@ -199,42 +200,42 @@ class ProcessWork:
 
     def pending(self) -> str | None:
         if self._signs is None:
-            exact = self._look(dead=True)
+            exact = self._probe(exited=True)
             with self._turn:
-                if not (exact or self._seen_to_the_end()):
+                if not (exact or self._last_probe_suffices()):
                     self._blind = True
         with self._turn:
-            return None if self._blind or self._unreadable or self._mem < 0 else self._left()
+            return None if self._blind or self._unreadable or self._mem < 0 else self._remaining_work()
 
-    def _seen_to_the_end(self) -> bool:
-        """Whether the last look can have missed no context, nor a part of it."""
-        if self._looked is not None and time.monotonic() - self._looked < SOON_S:
+    def _last_probe_suffices(self) -> bool:
+        """Return whether the last look cannot have missed a context or a part of it."""
+        if self._probed is not None and time.monotonic() - self._probed < SOON_S:
             return True
         return self._settled and bool(self._areas)
 
-    def _left(self) -> str | None:
+    def _remaining_work(self) -> str | None:
         self._apply()
         if self._signs is None:
             self._signs = self._scan()
             self._understood = self._signs.understood
             self._died = time.monotonic()
         if not self._understood:
-            # A client that never launched anything has no commands at all; any others are not ours to read.
+            # A client that never launched has no commands. Other commands are of an unknown format.
             return None if self._wrote_commands else ""
         running = self._signs.running(self._word)
         queued = [] if time.monotonic() - self._died > DROPPED_S else self._signs.queued(self._word)
         late = [*running, *queued]
-        self._calm = 0 if late else self._calm + 1
+        self._quiet_probes = 0 if late else self._quiet_probes + 1
         if late:
             return ", ".join(late[:4])
-        return "" if self._calm >= CALM else "looking once more"
+        return "" if self._quiet_probes >= QUIET_PROBES else "checking once more"
 
     def _scan(self) -> Signs:
-        """Read every area once: the process is dead, so nobody writes commands any more."""
+        """Read every area once: the process has ended, so its command buffers no longer change."""
         signs = Signs()
         for area in self._areas:
-            for at in range(area.start, area.end, PIECE):
-                for block in written(_memory(self._mem, at, min(PIECE + OVERLAP, area.end - at))):
+            for at in range(area.start, area.end, READ_BYTES):
+                for block in written(_memory(self._mem, at, min(READ_BYTES + OVERLAP, area.end - at))):
                     self._wrote_commands = True
                     signs.scan(block)
         signs.keep(self._areas)
@@ -264,25 +265,25 @@ class NvidiaWork:
         except OSError as error:
             _close(mem, maps)
             raise UnsupportedError(
-                f"may not read the memory of process {process.pid}: {error.strerror}",
+                f"cannot read the memory of process {process.pid}: {error.strerror}",
                 remedy="run mpsd with CAP_SYS_PTRACE",
             ) from error
         if not self.is_present(process, {"mem": mem}):
             _close(mem, maps, notes)
-            raise UnsupportedError(f"process {process.pid} replaced its program while it was looked at")
+            raise UnsupportedError(f"process {process.pid} replaced its program (exec) during inspection")
         view = ProcessWork(mem, notes, maps)
         view.refresh()
         return view
 
     def adopt(self, process: ProcessInstance, fds: Mapping[str, int]) -> ProcessWork:
         if not {"mem", "areas"} <= fds.keys():
-            raise UnsupportedError(f"the work of process {process.pid} was not looked at while it lived")
+            raise UnsupportedError(f"the work of process {process.pid} was not inspected before its exit")
         view = ProcessWork(fds["mem"], fds["areas"], self._maps(process, fds["mem"]))
         view.recall()
         return view
 
     def _maps(self, process: ProcessInstance, mem: int) -> int:
-        """The mappings that a kept `mem` shows the contents of; negative when they have gone."""
+        """Open the mappings of the process to which `mem` belongs; negative if they are gone."""
         try:
             maps = os.open(f"/proc/{process.pid}/maps", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -297,17 +298,17 @@ class NvidiaWork:
 
 
 def _memory(mem: int, at: int, size: int) -> bytes:
-    """What lies at an address, through /proc/PID/mem; nothing where nothing is mapped.
+    """Read memory at an address through /proc/PID/mem; empty if nothing is mapped.
 
-    Raises UnsupportedError where there is no memory map any more, which its lease should have kept: that
-    reads as the end of the file.
+    Raises UnsupportedError if the memory map has ended, which the lease should have kept: reads then return
+    end of file.
     """
     try:
         data = os.pread(mem, size, at)
     except OSError:
         return b""
     if not data:
-        raise UnsupportedError("its memory has gone before its work was seen to end")
+        raise UnsupportedError("the client's memory map ended before the end of its work was seen")
     return data
 
 
@@ -318,9 +319,9 @@ def _close(*fds: int) -> None:
 
 
 def _same_program(process: ProcessInstance, mem: int) -> bool | None:
-    """Whether `mem` is the memory that the process has now; None when that cannot be told.
+    """Return whether `mem` is the memory that the process has now; None if that cannot be determined.
 
-    The kernel gives every program that is executed 16 random bytes, and says where (getauxval(3)).
+    The kernel gives every executed program 16 random bytes and their address (AT_RANDOM, getauxval(3)).
     """
     try:
         with open(f"/proc/{process.pid}/auxv", "rb") as file:

@@ -1,4 +1,4 @@
-"""python -m mpsd.gpu.simulated gpu|stop|inject --dir DIR: the GPU process, its end, scripted faults."""
+"""python -m mpsd.gpu.simulated gpu|stop|inject --dir DIR: run or stop the GPU process, inject faults."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import signal
 import sys
 from dataclasses import replace
 
-from mpsd.errors import MpsdError
-from mpsd.gpu.simulated import launchers, node, packets, paths, semantics, service
+from mpsd.base.errors import MpsdError
+from mpsd.gpu.simulated import node, packets, paths, service
+from mpsd.gpu.simulated.machine import semantics
+from mpsd.gpu.simulated.mps import launchers
 
 _NO_DEVICE = 100
 _REASONS = {
     _NO_DEVICE: "there is no such GPU",
-    semantics.NOT_PERMITTED: "it is for root and for the user who started it",
+    semantics.NOT_PERMITTED: "only root and the user who started the node may do this",
 }
 _DIR = (
-    "directory of the node: what mpsd's configuration has as [simulated] dir; "
+    "directory of the node, [simulated] dir in mpsd's configuration; "
     "default: $MPSD_SIM_DIR, else $XDG_RUNTIME_DIR/mpsd-sim or /tmp/mpsd-sim-UID (%(default)s)"
 )
 
@@ -26,20 +28,22 @@ _DIR = (
 def _parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m mpsd.gpu.simulated", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
-    gpu = commands.add_parser("gpu", help="be the GPU of the node until told to stop")
+    gpu = commands.add_parser("gpu", help="run the GPU process of the node until it is stopped")
     gpu.add_argument("--gpus", type=int, default=None, help="number of GPUs (default: as before, else 1)")
-    gpu.add_argument("--detach", action="store_true", help="return once it serves, and leave it running")
-    gpu.add_argument("--isolation", action="store_true", help="a driver that has mpsd's kernel part")
-    stop = commands.add_parser("stop", help="end the GPU; its programs find it gone at their next call")
-    inject = commands.add_parser("inject", help="a fault of the device")
-    inject.add_argument("xid", type=int, metavar="XID", help="what the kernel log is to name, such as 79")
-    inject.add_argument("--gpu", default=None, help="uuid or ordinal")
+    gpu.add_argument("--detach", action="store_true", help="run in the background, and return once it serves")
+    gpu.add_argument("--isolation", action="store_true", help="simulate a driver with mpsd's kernel module")
+    stop = commands.add_parser("stop", help="stop the GPU process; its programs fail at their next call")
+    inject = commands.add_parser("inject", help="inject a fault of the device")
+    inject.add_argument("xid", type=int, metavar="XID", help="Xid for the kernel log, such as 79")
+    inject.add_argument("--gpu", default=None, help="UUID or ordinal of the GPU")
     for command in (gpu, stop, inject):
         command.add_argument("--dir", default=paths.run_directory(os.environ), help=_DIR)
     return top
 
 
 def _gpu(directory: str, gpus: int | None, *, detach: bool, isolation: bool) -> int:
+    # Programs of every user read the files of the node.
+    os.umask(0o022)
     os.makedirs(directory, mode=0o755, exist_ok=True)
     lock = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -68,7 +72,7 @@ def _gpu(directory: str, gpus: int | None, *, detach: bool, isolation: bool) -> 
 
 
 def _leave(directory: str) -> None:
-    """Become a daemon: own session, no terminal, errors into a file."""
+    """Become a daemon: own session, no terminal, errors to a file."""
     os.setsid()
     os.chdir("/")
     null = os.open(os.devnull, os.O_RDWR)

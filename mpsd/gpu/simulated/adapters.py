@@ -1,8 +1,8 @@
 """mpsd.gpu.base over a simulated node: address spaces, the stand-in of NVML, Xids.
 
-A client's two descriptors are sockets among its open files; which ones the GPU process knows by their
-inode. They are duplicated with pidfd_getfd(2), as the real ones are. Where the kernel refuses that, the
-GPU process hands out new ones on request.
+A client's two descriptors are sockets among its open files; the GPU process knows their inodes. mpsd
+duplicates them with pidfd_getfd(2), like the real ones. If the kernel refuses that, the GPU process hands out
+new ones on request.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 
-from mpsd.errors import GpuError, NotFoundError, NotReadyError, UnsupportedError
-from mpsd.gpu.simulated import packets, paths, semantics
-from mpsd.model import (
+from mpsd.base.errors import GpuError, NotFoundError, NotReadyError, UnsupportedError
+from mpsd.base.model import (
     Access,
     ComputeMode,
     Gpu,
@@ -28,6 +27,8 @@ from mpsd.model import (
     UvmFaultType,
     UvmReason,
 )
+from mpsd.gpu.simulated import packets, paths
+from mpsd.gpu.simulated.machine import semantics
 
 CALL_DEADLINE_S = 5.0
 _SYS_PIDFD_GETFD = 438
@@ -37,13 +38,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def _gone(directory: str) -> GpuError:
     return GpuError(
         f"the simulated GPU in {directory} does not answer",
-        remedy="python -m mpsd.gpu.simulated gpu starts it",
+        remedy="start it with python -m mpsd.gpu.simulated gpu",
         status=semantics.UNKNOWN_ERROR,
     )
 
 
 class NodeLink:
-    """A thread-safe connection to the GPU process for questions, made anew when that was replaced."""
+    """A thread-safe query connection to the GPU process, reconnected when that process was replaced."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -51,7 +52,7 @@ class NodeLink:
         self._sock: socket.socket | None = None
 
     def ask(self, message: packets.Message) -> tuple[packets.Message, list[int]]:
-        """One question. Raises GpuError when nobody answers or the answer is an error."""
+        """Send one query. Raises GpuError without an answer, or if the answer is an error."""
         with self._turn:
             answer, fds = self._exchange(message)
         if answer.get("error"):
@@ -75,7 +76,7 @@ class NodeLink:
         raise _gone(self.directory)
 
     def watch(self, what: str) -> socket.socket:
-        """A connection of its own on which the GPU process reports. Raises GpuError."""
+        """Return a separate connection on which the GPU process reports. Raises GpuError."""
         try:
             sock = packets.connect(paths.gpu_socket(self.directory), CALL_DEADLINE_S)
             packets.call(sock, {"op": "watch", "what": what})
@@ -91,7 +92,7 @@ class NodeLink:
 
 
 def _ioctl(fd: int, message: packets.Message) -> tuple[int, list[int]]:
-    """A call on a UVM descriptor: its NV_STATUS and what came with it. Raises GpuError."""
+    """Make a call on a UVM descriptor. Return its NV_STATUS and descriptors. Raises GpuError."""
     mine, theirs = packets.pair()
     with mine, theirs, socket.socket(fileno=os.dup(fd)) as descriptor:
         os.set_inheritable(descriptor.fileno(), False)
@@ -106,8 +107,9 @@ def _ioctl(fd: int, message: packets.Message) -> tuple[int, list[int]]:
 
 
 def drained(sock: socket.socket, gone: str) -> list[packets.Message]:
-    """All packets that wait on a connection which the GPU process reports on. Raises GpuError, with the text
-    `gone`, when there is none and the process has ended."""
+    """Return all waiting packets of a connection on which the GPU process reports.
+
+    Raises GpuError with the text `gone` if there is none and the GPU process has ended."""
     found: list[packets.Message] = []
     while True:
         try:
@@ -123,7 +125,7 @@ def drained(sock: socket.socket, gone: str) -> list[packets.Message]:
 
 
 class SimulatedTracker:
-    """mpsd.gpu.base.Tracker: events come as packets on a socket."""
+    """mpsd.gpu.base.Tracker: events arrive as packets on a socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -133,13 +135,13 @@ class SimulatedTracker:
         return self._sock.fileno()
 
     def report_serviced(self) -> None:
-        """From now on also faults that were serviced. Raises GpuError."""
+        """Report serviced faults too from now on. Raises GpuError."""
         _ioctl(self._sock.fileno(), {"op": "serviced"})
 
     def drain(self) -> TrackerBatch:
-        """All queued events. Raises GpuError when the GPU process is gone."""
+        """Return all queued events. Raises GpuError if the GPU process has ended."""
         events: list[UvmEvent] = []
-        for message in drained(self._sock, "the simulated GPU of this tracker is gone"):
+        for message in drained(self._sock, "the simulated GPU of this tracker has ended"):
             self._dropped = int(message["dropped"])
             fatal, fault, access, reason, address, stamp, gpu = message["event"]
             events.append(
@@ -155,7 +157,9 @@ class SimulatedTracker:
 
 
 class SimulatedSpace:
-    """mpsd.gpu.base.AddressSpace: duplicates of a client's two sockets. `on_request`: not by pidfd_getfd."""
+    """mpsd.gpu.base.AddressSpace: duplicates of a client's two sockets.
+
+    `on_request`: the GPU process handed them out, instead of pidfd_getfd."""
 
     def __init__(self, fds: Mapping[str, int], *, on_request: bool = False) -> None:
         self._fds = dict(fds)
@@ -166,18 +170,18 @@ class SimulatedSpace:
         return dict(self._fds)
 
     def track(self) -> SimulatedTracker:
-        """A new tracker. Raises GpuError."""
+        """Return a new tracker. Raises GpuError."""
         sock = socket.socket(fileno=self._call({"op": "track"}, "a tracker")[0])
         sock.setblocking(False)
         return SimulatedTracker(sock)
 
     def map_sparse(self, base: int, length: int, gpu_uuid: str) -> None:
-        """Reads give 0 and writes vanish in [base, base+length). Raises GpuError."""
+        """Make reads return 0 and discard writes in [base, base+length). Raises GpuError."""
         span = f"a guard on [{base:#x}, {base + length:#x})"
         self._call({"op": "sparse", "base": base, "length": length, "gpu": gpu_uuid}, span)
 
     def unmap_sparse(self, base: int, length: int) -> None:
-        """Take a guard away. Raises GpuError."""
+        """Remove a guard. Raises GpuError."""
         span = f"to free [{base:#x}, {base + length:#x})"
         self._call({"op": "unsparse", "base": base, "length": length}, span)
 
@@ -197,16 +201,16 @@ class SimulatedSpace:
 
 
 class SimulatedUvm:
-    """mpsd.gpu.base.Uvm. `duplication`: how descriptors were last obtained, "pidfd_getfd" or "request"."""
+    """mpsd.gpu.base.Uvm. `duplication`: the last way to get descriptors, "pidfd_getfd" or "request"."""
 
     def __init__(self, link: NodeLink) -> None:
         self._link = link
         self.duplication = ""
 
     def open(self, process: ProcessInstance, pidfd: int) -> Sequence[SimulatedSpace]:
-        """Duplicate what the process holds.
+        """Duplicate the UVM descriptors of a process.
 
-        Raises NotReadyError while it has no context, NotFoundError when it is gone, UnsupportedError when
+        Raises NotReadyError while it has no context, NotFoundError if it has ended, UnsupportedError if
         neither the kernel nor the GPU process gives descriptors.
         """
         known = self._link.ask({"op": "spaces", "pid": process.pid})[0]["spaces"]
@@ -223,14 +227,14 @@ class SimulatedUvm:
         if not opened:
             _check_alive(process.pid)
             raise NotReadyError(
-                f"process {process.pid} has no GPU address space yet", remedy="ask again in a moment"
+                f"process {process.pid} has no GPU address space yet", remedy="try again in a moment"
             )
         return opened
 
     def adopt(self, fds: Mapping[str, int]) -> SimulatedSpace:
         """Rebuild an address space from kept descriptors. Raises GpuError if "va" is missing."""
         if "va" not in fds:
-            raise GpuError(f"descriptors {sorted(fds)} hold no GPU address space ('va')")
+            raise GpuError(f"descriptors {sorted(fds)} contain no GPU address space ('va')")
         for fd in fds.values():
             os.set_inheritable(fd, False)
         return SimulatedSpace(fds)
@@ -249,7 +253,7 @@ class SimulatedUvm:
         return self._request(process, int(space["space"]))
 
     def _duplicate(self, pidfd: int, numbers: Sequence[int]) -> SimulatedSpace | None:
-        """Take the descriptors and tell them apart: only an address space accepts a tracker."""
+        """Duplicate the descriptors and tell them apart: only an address space accepts a tracker."""
         roles: dict[str, int] = {}
         try:
             for number in numbers:
@@ -275,7 +279,7 @@ class SimulatedUvm:
             answer, fds = self._link.ask({"op": "duplicate", "space": space})
         except GpuError as error:
             raise UnsupportedError(
-                f"the descriptors of process {process.pid} may not be duplicated",
+                f"cannot duplicate the descriptors of process {process.pid}",
                 remedy="run as root or as the client's user, with ptrace rights",
                 status=errno.EPERM,
             ) from error
@@ -289,7 +293,7 @@ def _check_alive(pid: int) -> None:
 
 
 def _socket_inodes(pid: int) -> dict[int, int] | None:
-    """{inode: descriptor} of the sockets of a process; None when it may not be looked at."""
+    """Return {inode: descriptor} of a process's sockets; None if access is denied."""
     found: dict[int, int] = {}
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -307,7 +311,7 @@ def _socket_inodes(pid: int) -> dict[int, int] | None:
 
 
 def _pidfd_getfd(pidfd: int, number: int) -> int:
-    """The duplicate is close-on-exec. Raises OSError."""
+    """Duplicate a descriptor, close-on-exec. Raises OSError."""
     result = int(_libc.syscall(_SYS_PIDFD_GETFD, pidfd, number, 0))
     if result < 0:
         code = ctypes.get_errno()
@@ -331,8 +335,8 @@ class SimulatedXids:
         return self._sock.fileno()
 
     def drain(self) -> list[NvmlXid]:
-        """Xids since the last call. Raises GpuError when the GPU process is gone."""
-        told = drained(self._sock, "the simulated GPU that reported Xids is gone")
+        """Return Xids since the last call. Raises GpuError if the GPU process has ended."""
+        told = drained(self._sock, "the simulated GPU that reported Xids has ended")
         return [NvmlXid(str(message["gpu"]), int(message["xid"])) for message in told]
 
     def close(self) -> None:
@@ -358,7 +362,7 @@ class SimulatedDevices:
         return int(self._gpu(gpu_uuid)["used"])
 
     def processes(self, gpu_uuid: str) -> list[GpuProcess]:
-        """As NVML lists them: servers and those outside MPS with mps False, MPS clients with True."""
+        """List processes as NVML does: MPS clients with mps True, servers and processes outside MPS False."""
         self._gpu(gpu_uuid)
         rows = self._link.ask({"op": "processes", "gpu": gpu_uuid})[0]["processes"]
         return [GpuProcess(pid, size, bool(mps)) for pid, size, mps in sorted(rows)]
@@ -367,7 +371,7 @@ class SimulatedDevices:
         return SimulatedXids(self._link.watch("xid"))
 
     def inject(self, fault: str, **arguments: object) -> None:
-        """A scripted fault: see `_node_inject` of the calls that the GPU process answers."""
+        """Inject a scripted fault: see Calls._node_inject."""
         self._link.ask({"op": "inject", "fault": fault, **arguments})
 
     def close(self) -> None:

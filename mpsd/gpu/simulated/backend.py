@@ -1,4 +1,4 @@
-"""A simulated node as an mpsd Backend: started when absent, stopped on request."""
+"""A simulated node as a Backend of mpsd: started if absent, stopped on request."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import sys
 import time
 from pathlib import Path
 
-from mpsd.errors import DeadlineError, GpuError, NotRunningError, UnsupportedError
+from mpsd.base.errors import DeadlineError, GpuError, NotRunningError, UnsupportedError
+from mpsd.base.limits import SOCKET_PATH_LIMIT
 from mpsd.gpu.base import Backend, Check, NoIsolation
 from mpsd.gpu.simulated import packets, paths
 from mpsd.gpu.simulated.adapters import NodeLink, SimulatedDevices, SimulatedUvm
-from mpsd.gpu.simulated.door import SimulatedIsolation
 from mpsd.gpu.simulated.exported import SimulatedMemory
+from mpsd.gpu.simulated.kernelmodule import SimulatedIsolation
 from mpsd.gpu.simulated.work import SimulatedWork
-from mpsd.limits import SOCKET_PATH_LIMIT
-from mpsd.linux.kmsg import KernelFile
+from mpsd.os.kmsg import KernelFile
 
-# On a loaded machine with two cores even the front end's start takes its time.
+# On a loaded machine with two cores even the start of the control front end takes long.
 TERMINATE_DEADLINE_S = 2.0
 START_DEADLINE_S = 20.0
 
@@ -33,23 +33,23 @@ def open_simulated(
     isolation: bool = False,
     terminate_deadline_s: float = TERMINATE_DEADLINE_S,
 ) -> Backend:
-    """The node in `directory`; its GPU process is started if none runs there (unless `start` is False).
+    """Return the node in `directory`. Start its GPU process if none runs, unless `start` is False.
 
     Raises NotRunningError, DeadlineError, GpuError.
     """
     where = os.path.abspath(directory)
     if len(os.fsencode(paths.gpu_socket(where))) > SOCKET_PATH_LIMIT:
-        raise GpuError(f"{where} is too long for a socket in it", remedy="choose a shorter directory")
+        raise GpuError(f"{where} is too long for a socket path", remedy="choose a shorter directory")
     if not _answers(where):
         if not start:
             raise NotRunningError(
-                f"no simulated GPU runs in {where}", remedy="python -m mpsd.gpu.simulated gpu --detach"
+                f"no simulated GPU runs in {where}", remedy="run python -m mpsd.gpu.simulated gpu --detach"
             )
         _start(where, gpus, isolation=isolation)
-    # One connection for all three: closing `devices` closes it.
+    # One connection for all three adapters: closing `devices` closes it.
     link = NodeLink(where)
     devices = SimulatedDevices(link)
-    part, no_part = _kernel_part(where)
+    isolation_device, no_isolation = _kernel_module(where)
     return Backend(
         name="simulated",
         uvm=SimulatedUvm(link),
@@ -61,17 +61,17 @@ def open_simulated(
         work=SimulatedWork(link),
         memory=SimulatedMemory({gpu.uuid: gpu.memory_bytes for gpu in devices.gpus()}),
         checks=(
-            Check("simulated GPU", True, f"{len(devices.gpus())} simulated GPU(s) in {where}: no real one"),
+            Check("simulated GPU", True, f"{len(devices.gpus())} simulated GPU(s) in {where}, no real GPU"),
         ),
-        isolation=part,
-        no_isolation=no_part,
+        isolation=isolation_device,
+        no_isolation=no_isolation,
     )
 
 
 def stop_simulated(directory: Path | str, *, deadline_s: float = 10.0) -> None:
-    """End the GPU process, and with it control daemons, servers and contexts. Does nothing where none runs.
+    """End the GPU process, and with it control daemons, servers and contexts. Does nothing without one.
 
-    Raises DeadlineError when it is still there at the deadline.
+    Raises DeadlineError if the GPU process still runs at the deadline.
     """
     where = os.path.abspath(directory)
     try:
@@ -109,8 +109,8 @@ def _answers(where: str) -> bool:
     return True
 
 
-def _kernel_part(where: str) -> tuple[SimulatedIsolation | None, NoIsolation]:
-    """The kernel part of this node, or why there is none."""
+def _kernel_module(where: str) -> tuple[SimulatedIsolation | None, NoIsolation]:
+    """Return the kernel module of this node, or the reason for its absence."""
     try:
         return SimulatedIsolation(where), NoIsolation("")
     except UnsupportedError as error:
@@ -118,7 +118,7 @@ def _kernel_part(where: str) -> tuple[SimulatedIsolation | None, NoIsolation]:
 
 
 def _start(where: str, gpus: int, *, isolation: bool) -> None:
-    """Start the GPU process. When another one comes first, that one is as good."""
+    """Start the GPU process, or use one that another process has started meanwhile."""
     command = [
         sys.executable,
         "-m",
@@ -141,7 +141,7 @@ def _start(where: str, gpus: int, *, isolation: bool) -> None:
             text=True,
             timeout=START_DEADLINE_S,
             check=False,
-            # A Ctrl-C at the terminal is for who started it.
+            # Ctrl-C at the terminal must reach only the starting program.
             start_new_session=True,
         )
     except subprocess.TimeoutExpired as error:
@@ -151,16 +151,16 @@ def _start(where: str, gpus: int, *, isolation: bool) -> None:
     except OSError as error:
         raise GpuError(
             f"the simulated GPU did not start: {error.strerror}: {error.filename}",
-            remedy="every directory on the way to the Python that runs mpsd must be open to this user",
+            remedy="make every directory of the path to mpsd's Python accessible to this user",
         ) from error
     if done.returncode == 0:
         return
-    # Somebody else holds the lock and is about to listen.
+    # Another process holds the lock and is about to listen.
     end = time.monotonic() + START_DEADLINE_S
     while "already serves" in done.stderr and time.monotonic() < end:
         if _answers(where):
             return
         time.sleep(0.005)
     raise GpuError(
-        f"the simulated GPU did not start: {done.stderr.strip()}", remedy="look at gpu.err in its directory"
+        f"the simulated GPU did not start: {done.stderr.strip()}", remedy="see gpu.err in its directory"
     )

@@ -1,4 +1,4 @@
-"""The requests that the GPU process answers: contexts, UVM descriptors, questions, scripted faults."""
+"""Requests to the GPU process: contexts, UVM descriptors, queries, scripted faults."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from mpsd.gpu.simulated import node, semantics
-from mpsd.gpu.simulated.halts import Halt
-from mpsd.gpu.simulated.isolation import MODES, KernelPart
-from mpsd.gpu.simulated.parts import SERVER_BYTES, Refused, Server, Unit
-from mpsd.linux import procfs
-from mpsd.model import Access, UvmEvent, UvmFaultType, UvmReason
+from mpsd.base.model import Access, UvmEvent, UvmFaultType, UvmReason
+from mpsd.gpu.simulated import node
+from mpsd.gpu.simulated.machine import semantics
+from mpsd.gpu.simulated.machine.halts import Halt
+from mpsd.gpu.simulated.machine.isolation import MODES, KernelModule
+from mpsd.gpu.simulated.machine.parts import SERVER_BYTES, Refused, Server, Unit
+from mpsd.os import procfs
 
 if TYPE_CHECKING:
+    from mpsd.gpu.simulated.machine.parts import Space
     from mpsd.gpu.simulated.packets import Message
-    from mpsd.gpu.simulated.parts import Space
     from mpsd.gpu.simulated.service import Peer, Service
 
 Answer = tuple["Message | None", list[int]]
 
 
 class Calls:
-    """handle() for messages on a connection, uvm() for calls on a context's descriptor.
+    """handle() answers messages on a connection, uvm() calls on a context's descriptor.
 
-    Raises Refused for a CUDA error; KeyError, TypeError and ValueError mean a malformed message.
+    Raises Refused with a CUDA error; KeyError, TypeError and ValueError mean a malformed message.
     """
 
     def __init__(self, service: Service) -> None:
@@ -43,7 +44,7 @@ class Calls:
             raise ValueError(f"no call {name!r}")
         return method(peer, message)  # type: ignore[no-any-return]
 
-    # -- becoming something -----------------------------------------------------------------------------
+    # -- connections that become a client, a server or a watcher ----------------------------------------
 
     def _node_attach(self, peer: Peer, message: Message) -> Answer:
         machine = self._service.machine
@@ -91,9 +92,9 @@ class Calls:
             return None, []
         return {"error": 0}, []
 
-    # -- the door of the kernel part --------------------------------------------------------------------
+    # -- the device of the kernel module ----------------------------------------------------------------
 
-    def _kernel_part(self, peer: Peer) -> KernelPart:
+    def _kernel_part(self, peer: Peer) -> KernelModule:
         part = self._service.machine.kernel_part
         if part is None:
             raise Refused(semantics.NOT_SUPPORTED)
@@ -148,7 +149,7 @@ class Calls:
     _context_unmanaged = _context_sparse = _context_unsparse = _context_managed
 
     def _context_halt(self, peer: Peer, space: Space, message: Message) -> Answer:
-        """Its work runs in its own process, which is handed the words of halts.py."""
+        """Hand the two shared values of halts.py to a client that runs its work in its own process."""
         if space.halt is None:
             space.halt = Halt()
         return {"error": 0}, [space.halt.fd]
@@ -160,7 +161,7 @@ class Calls:
     # -- calls on a UVM descriptor ----------------------------------------------------------------------
 
     def uvm(self, space: Space, role: str, message: Message) -> tuple[int, list[socket.socket]]:
-        """(NV_STATUS, sockets to hand over)."""
+        """Return (NV_STATUS, sockets to hand over)."""
         call = message["op"]
         if role != "va":
             return semantics.NV_ILLEGAL_ACTION, []
@@ -174,7 +175,7 @@ class Calls:
             return space.memory.unguard(base, length), []
         raise ValueError(call)
 
-    # -- questions --------------------------------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------------------------
 
     def _node_node(self, peer: Peer, message: Message) -> Answer:
         machine = self._service.machine
@@ -193,7 +194,7 @@ class Calls:
         return {"error": 0, "driver": node.DRIVER_VERSION, "pid": os.getpid(), "gpus": gpus}, []
 
     def _node_processes(self, peer: Peer, message: Message) -> Answer:
-        """[pid, bytes, is an MPS client] for each context and server on a GPU, as NVML lists them."""
+        """Return [pid, bytes, is an MPS client] for each context and server on a GPU, as NVML lists them."""
         unit = self._choose(self._service.units, message["gpu"])
         machine = self._service.machine
         used: dict[tuple[int, bool], int] = {}
@@ -224,7 +225,7 @@ class Calls:
         return {"error": 0, **status, "clients": clients}, []
 
     def _node_terminate(self, peer: Peer, message: Message) -> Answer:
-        """Answers when it is done: {"result": 0}, or {"result": null} for a process that is no client."""
+        """Answer at the end: {"result": 0}, or {"result": null} if the process is not a client."""
         server = self._service.machine.servers.get(int(message["server"]))
         if server is None:
             return {"error": 0, "result": None}, []
@@ -239,16 +240,16 @@ class Calls:
         return {"error": 0, "spaces": self._service.references(int(message["pid"]))}, []
 
     def _node_work(self, peer: Peer, message: Message) -> Answer:
-        """How many contexts of a dead process still have kernels to run.
+        """Return the number of an exited process's contexts that still have kernels to run.
 
-        Until the end of its connection has been read, launches may still stand in it.
+        Before the end of its connection was read, the connection may still contain launches.
         """
         spaces = self._service.machine.spaces.values()
-        left = [s for s in spaces if s.pid == int(message["pid"]) and (s.connected or s.busy)]
-        return {"error": 0, "busy": len(left)}, []
+        remaining = [s for s in spaces if s.pid == int(message["pid"]) and (s.connected or s.busy)]
+        return {"error": 0, "busy": len(remaining)}, []
 
     def _node_duplicate(self, peer: Peer, message: Message) -> Answer:
-        """New descriptors for a space, where the kernel refuses pidfd_getfd: for its user and root only."""
+        """Return new descriptors for a space if pidfd_getfd is refused; for its user and root only."""
         space = self._service.machine.spaces.get(int(message["space"]))
         if space is None or peer.uid not in (0, space.uid):
             return {"error": semantics.INVALID_VALUE}, []
@@ -261,15 +262,20 @@ class Calls:
     # -- scripted faults and the end --------------------------------------------------------------------
 
     def _node_inject(self, peer: Peer, message: Message) -> Answer:
-        """fault: xid (number, text, error), stall, slow (seconds), server_crash (server), mode (mode),
-        events (pid, count): failed prefetches, which change nothing, on that process's trackers."""
+        """Inject a fault: xid (number, text, error, pid and name), stall, slow (seconds), server_crash
+        (server), mode (mode), end (pid): its running kernels end; or events (pid, count): failed prefetches
+        without effect, on that process's trackers."""
         self._check_owner(peer)
         unit = self._choose(self._service.units, message.get("gpu"))
         machine, fault = self._service.machine, message["fault"]
         if fault == "xid":
             error = message.get("error")
             machine.device_xid(
-                unit, int(message["number"]), message.get("text"), None if error is None else int(error)
+                unit,
+                int(message["number"]),
+                message.get("text"),
+                None if error is None else int(error),
+                (message.get("pid"), str(message.get("name", ""))),
             )
         elif fault == "stall":
             machine.stall(unit, float(message["seconds"]))
@@ -277,6 +283,8 @@ class Calls:
             unit.slowdown_s = max(0.0, float(message["seconds"]))
         elif fault == "mode":
             unit.compute_mode = str(message["mode"])
+        elif fault == "end":
+            machine.end_work(int(message["pid"]))
         elif fault == "events":
             self._prefetch(int(message["pid"]), int(message["count"]))
         elif fault == "server_crash":
@@ -312,7 +320,7 @@ class Calls:
             raise Refused(semantics.NOT_PERMITTED)
 
     def _choose(self, units: list[Unit], wanted: object) -> Unit:
-        """A GPU by ordinal among `units` or by uuid; the first one when nothing is named."""
+        """Return a GPU among `units` by ordinal or UUID; the first one by default."""
         if wanted is None:
             return units[0]
         for position, unit in enumerate(units):

@@ -1,7 +1,7 @@
-"""The SDK of the simulated GPU: what a program uses instead of CUDA.
+"""The SDK of the simulated GPU, which programs use instead of CUDA.
 
-Standard library only and quick to import. One SimulatedDevice is one context on one GPU; it is not made
-for use by several threads at once. Words are 32 bits, little-endian.
+Standard library only and quick to import. One SimulatedDevice is one context on one GPU, for one thread at a
+time. Words are 32 bits, little-endian.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WORD = 4
 _INVALID_VALUE, _NO_DEVICE, _UNAVAILABLE, _RPC_FAILURE, _CONNECTION_FAILED = 1, 100, 46, 806, 805
-# Errors of one call, as CUDA gives them: the context goes on. All others stay with it.
+# CUDA errors of a single call: the context stays usable. All other errors are sticky.
 _HARMLESS = frozenset({1, 2, 100})
 _WINDOW_BASE, _WINDOW_SIZE = 0x1000_0000_0000, 1 << 40
 _FAR_AWAY = 0x7E00_0000_0000
@@ -30,7 +30,7 @@ _CONNECT_S = 30.0
 
 
 class GpuFailure(Exception):
-    """A CUDA error. Codes of a broken context are given to every later call as well."""
+    """A CUDA error. Every later call of a broken context raises its code again."""
 
     def __init__(self, code: int, what: str = "") -> None:
         super().__init__(f"CUDA error {code}" + (f" in {what}" if what else ""))
@@ -45,7 +45,7 @@ class SimulatedDevice:
         self.on_mps = on_mps
         self.gpu_uuid = uuid
         self._channel = channel
-        # The context's "UVM descriptors": they are only held, until the process ends or closes them.
+        # The context's "UVM descriptors": held until the process ends or closes them.
         self._descriptors = descriptors
         self._error = 0
         self._request = 0
@@ -53,10 +53,10 @@ class SimulatedDevice:
 
     @classmethod
     def open(cls, environ: Mapping[str, str]) -> Self:
-        """cuInit and a context: under MPS when a control daemon answers in CUDA_MPS_PIPE_DIRECTORY.
+        """Initialise CUDA and create a context: under MPS if CUDA_MPS_PIPE_DIRECTORY has a control daemon.
 
-        Raises GpuFailure: 807 (server not ready), 808 (too many clients), 805 (the server died meanwhile),
-        2 (no memory for a context), 100 (no such GPU, or no simulated node runs), 46 (compute mode).
+        Raises GpuFailure: 807 (server not ready), 808 (too many clients), 805 (the server died), 2 (no memory
+        for a context), 100 (no such GPU, or no simulated node runs), 46 (compute mode).
         """
         server, directory, limits = _join_mps(environ)
         directory = directory or paths.run_directory(environ)
@@ -88,11 +88,11 @@ class SimulatedDevice:
     # -- memory -----------------------------------------------------------------------------------------
 
     def alloc(self, words: int) -> int:
-        """Device memory; returns its address."""
+        """Allocate device memory and return its address."""
         return self._allocate(words, writable=True)
 
     def map_read_only(self, words: int) -> int:
-        """Memory that kernels may only read. The program itself can write it."""
+        """Allocate memory that kernels may only read. The program itself can write it."""
         return self._allocate(words, writable=False)
 
     def _allocate(self, words: int, *, writable: bool) -> int:
@@ -106,7 +106,7 @@ class SimulatedDevice:
         self._release(address, keep=False)
 
     def unmap(self, address: int) -> None:
-        """Take the memory away and keep its address reserved: a later access is use after unmap."""
+        """Unmap memory and keep its address reserved: a later access is use after unmap."""
         self._release(address, keep=True)
 
     def _release(self, address: int, *, keep: bool) -> None:
@@ -116,31 +116,31 @@ class SimulatedDevice:
         memory.close()
 
     def write(self, address: int, data: bytes) -> None:
-        """Copy to the device, after what was launched before."""
+        """Copy to the device, after earlier launches."""
         self.synchronize()
         memory, offset = self._locate(address, len(data))
         memory[offset : offset + len(data)] = data
 
     def read(self, address: int, size: int) -> bytes:
-        """Copy from the device, after what was launched before."""
+        """Copy from the device, after earlier launches."""
         self.synchronize()
         memory, offset = self._locate(address, size)
         return memory[offset : offset + size]
 
     def host_register(self, address: int, size: int) -> None:
-        """Pin host memory. Error 1 where a guard lies over it."""
+        """Pin host memory. Error 1 under a guard."""
         self._call({"op": "host_register", "address": address, "size": size})
 
     def lay_managed(self, base: int, length: int) -> None:
-        """Stray accesses in [base, base+length) are absorbed, and reported to trackers that ask for them."""
+        """Absorb stray accesses in [base, base+length) and report them to trackers that ask for them."""
         self._call({"op": "managed", "base": base, "length": length})
 
     def take_managed(self, base: int, length: int) -> None:
-        """Nothing is managed in [base, base+length) any more."""
+        """End managed ranges in [base, base+length)."""
         self._call({"op": "unmanaged", "base": base, "length": length})
 
     def lay_sparse(self, base: int, length: int) -> None:
-        """Stray accesses in [base, base+length) are absorbed, and nobody hears of them."""
+        """Absorb stray accesses in [base, base+length) without a report."""
         self._call({"op": "sparse", "base": base, "length": length})
 
     def take_sparse(self, base: int, length: int) -> None:
@@ -166,15 +166,15 @@ class SimulatedDevice:
     ) -> None:
         """Start a kernel and return: increment, fill, spin, forever, or a fault kind by its name.
 
-        Kinds that need an address get a fitting one when none is given: far away from everything, an
-        unmapped or read-only buffer, an address of this process for the guard kinds.
+        A kind that needs an address gets a suitable one by default: far from every mapping, an unmapped or
+        read-only buffer, or an address of this process for guard kinds.
         """
         self._raise_sticky("launch")
         address = address or self._fitting_address(kernel)
         self._send({"op": "launch", "k": [kernel, address, words, value, duration_s, fill_gpu]})
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Wait for everything launched. Raises TimeoutError after `timeout_s` seconds."""
+        """Wait for all launches. Raises TimeoutError after `timeout_s` seconds."""
         self._raise_sticky("synchronize")
         self._channel.settimeout(timeout_s)
         try:
@@ -183,7 +183,7 @@ class SimulatedDevice:
             self._channel.settimeout(None)
 
     def close(self) -> None:
-        """Wait for the work, then give up the context and its memory. Does nothing the second time."""
+        """Wait for the work, then destroy the context and its memory. Idempotent."""
         if self._channel.fileno() < 0:
             return
         try:
@@ -222,7 +222,7 @@ class SimulatedDevice:
         return 0
 
     def _call(self, message: Message) -> tuple[Message, list[int]]:
-        """One request and its answer. An answer to an earlier request that timed out is thrown away."""
+        """Send one request and return its answer. Discard answers to requests that timed out."""
         self._raise_sticky(str(message["op"]))
         self._request += 1
         self._send({"id": self._request, **message})
@@ -249,7 +249,7 @@ class SimulatedDevice:
             raise self._broken() from None
 
     def _broken(self) -> GpuFailure:
-        # The GPU process is gone: to a program that looks like a device that fell off the bus.
+        # Without the GPU process, the device looks as if it fell off the bus.
         self._error = _UNAVAILABLE
         return GpuFailure(self._error, "connection to the GPU")
 
@@ -259,18 +259,22 @@ class SimulatedDevice:
 
 
 def _join_mps(environ: Mapping[str, str]) -> tuple[int | None, str, list[int | None]]:
-    """(pid of the server, directory of the node, memory limits); no server when nobody answers."""
+    """Return (pid of the server, directory of the node, memory limits).
+
+    As libcuda does, run outside MPS without an error where no daemon can be reached: no server is returned
+    where none listens, and where this user may not enter the directory.
+    """
     path = os.path.join(paths.pipe_directory(environ), "control")
     try:
         sock = packets.connect(path, _CONNECT_S)
     except packets.Gone:
         return None, "", []
-    # A client of another user waits here for its turn, as long as it takes.
+        # A client of another user waits here for its turn, without a limit.
     sock.settimeout(None)
     try:
         answer, fds = packets.call(sock, {"client": os.getpid()})
     except packets.Gone:
-        raise GpuFailure(_CONNECTION_FAILED, "open: the control daemon hung up") from None
+        raise GpuFailure(_CONNECTION_FAILED, "open: the control daemon closed the connection") from None
     finally:
         sock.close()
     packets.close_all(fds)
@@ -280,7 +284,7 @@ def _join_mps(environ: Mapping[str, str]) -> tuple[int | None, str, list[int | N
 
 
 def _limit(environ: Mapping[str, str], wanted: str | None, limits: list[int | None]) -> int | None:
-    """The lower of the server's limit and CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, in bytes."""
+    """Return the lower of the server's limit and CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, in bytes."""
     ordinal = int(wanted) if wanted and wanted.isdigit() else 0
     found = [limits[ordinal]] if ordinal < len(limits) else []
     for item in environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "").split(","):
@@ -296,7 +300,7 @@ def _command() -> str:
 
 
 def _allow_duplication() -> None:
-    """Where Yama allows only parents to trace, let anybody of this user duplicate our descriptors."""
+    """Let all processes of this user duplicate our descriptors, if Yama allows only parents to trace."""
     try:
         with open("/proc/sys/kernel/yama/ptrace_scope", encoding="ascii") as file:
             if file.read().strip() != "1":
@@ -321,14 +325,14 @@ def _reserve_window() -> None:
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    # PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE. A refusal costs nothing
-    # but the look of this process's map.
+    # PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE. After a refusal only the
+    # process's memory map looks different.
     libc.mmap(_WINDOW_BASE, _WINDOW_SIZE, 0, 0x2 | 0x20 | 0x4000 | 0x100000, -1, 0)
     _window_reserved = True
 
 
 def _own_address(kernel: str) -> int:
-    """An address of this process that a guard of the named class would cover."""
+    """Return an address of this process that a guard of the named class would cover."""
     if kernel == "guard_low":
         return 0x40000
     wanted = {"guard_heap": "[heap]", "guard_stack": "[stack]"}.get(kernel, ".so")

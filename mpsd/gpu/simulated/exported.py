@@ -1,6 +1,6 @@
-"""Exported memory of the stand-in driver: a sealed memfd of its name (clients/libcuda/standin/vmm.c).
+"""Exported memory of the stand-in driver: a sealed memfd with its name (clients/libcuda/standin/vmm.c).
 
-Simulated only. The size is the file's own; which GPU it is on nobody can tell, so it is the first.
+Simulated only. The size is the file's own. The GPU cannot be determined, so the first one is assumed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import os
 import stat
 from collections.abc import Mapping
 
-from mpsd.errors import GpuError
+from mpsd.base.errors import GpuError
 from mpsd.gpu.base import ExportedMemory
-from mpsd.linux.filetype import file_type
+from mpsd.os.filetype import file_type
 
 NAME = "mpsd-standin-vmm"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -34,14 +34,14 @@ class SimulatedMemory:
         try:
             found = file_type(fd)
             link = os.readlink(f"/proc/self/fd/{fd}")
-            # The name alone is anybody's to give; memfds are all on one file system of the kernel's.
+            # Every process can use that name; memfds are all on one file system of the kernel.
             if not stat.S_ISREG(found.mode) or found.on != self._on or link != self._link:
                 raise GpuError("a descriptor is not memory of the stand-in driver")
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
-            raise GpuError(f"a descriptor cannot be looked at: {error.strerror}") from error
+            raise GpuError(f"cannot inspect a descriptor: {error.strerror}") from error
         if sealed & SEALS != SEALS:
-            raise GpuError("a descriptor's memory could change its size")
+            raise GpuError("the size of a descriptor's memory is not sealed")
         if not 0 < found.size <= self._most:
-            raise GpuError(f"{found.size} bytes are not in a GPU of {self._most}")
+            raise GpuError(f"{found.size} bytes exceed the GPU's {self._most} bytes")
         return ExportedMemory(found.size, self._gpu)

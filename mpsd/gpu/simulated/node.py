@@ -1,4 +1,4 @@
-"""What a simulated node is made of: its GPUs, chosen once when its GPU process starts."""
+"""Configuration of a simulated node: its GPUs, chosen once when its GPU process starts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import uuid
 from dataclasses import dataclass, replace
 
-from mpsd.errors import UsageError
-from mpsd.model import Gpu
+from mpsd.base.errors import UsageError
+from mpsd.base.model import Gpu
 
 DRIVER_VERSION = "580.159.04"
 DEFAULT_MEMORY_BYTES = 16 << 30
@@ -17,8 +17,8 @@ _NAME = "Simulated GPU"
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """gpus: how many; memory_bytes: of each; seed: of the drawn delays; compute_mode: of each GPU;
-    isolation: whether the driver has the kernel part; isolation_deadline_s: how long that waits for mpsd."""
+    """gpus: number; memory_bytes: of each; seed: of random delays; compute_mode: of each GPU; isolation: the
+    driver has the kernel module; isolation_deadline_s: time that the module waits for mpsd."""
 
     gpus: int = 1
     memory_bytes: int = DEFAULT_MEMORY_BYTES
@@ -30,10 +30,10 @@ class NodeConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.gpus <= 16:
             raise UsageError(
-                f"a simulated node has 1 to 16 GPUs, not {self.gpus}", remedy="choose a number in range"
+                f"a simulated node has 1 to 16 GPUs, not {self.gpus}", remedy="choose a number in that range"
             )
         if self.memory_bytes < 1 << 30:
-            raise UsageError("a simulated GPU has at least 1 GiB of memory", remedy="give it more")
+            raise UsageError("a simulated GPU has at least 1 GiB of memory", remedy="use 1 GiB or more")
 
     def save(self, directory: str) -> None:
         with open(os.path.join(directory, "node.json"), "w", encoding="ascii") as file:
@@ -41,7 +41,7 @@ class NodeConfig:
 
     @classmethod
     def load(cls, directory: str) -> NodeConfig:
-        """The saved configuration, or the default one. Raises UsageError for a damaged file."""
+        """Return the saved configuration, or the default. Raises UsageError for a damaged file."""
         path = os.path.join(directory, "node.json")
         try:
             with open(path, encoding="ascii") as file:
@@ -55,6 +55,6 @@ class NodeConfig:
 
 
 def gpu(index: int, memory_bytes: int) -> Gpu:
-    """The GPU with this number: the same uuid and PCI address on every node."""
+    """Return the GPU with this number: the same uuid and PCI address on every node."""
     name = uuid.uuid5(uuid.NAMESPACE_OID, f"mpsd simulated gpu {index}")
     return Gpu(index, f"GPU-{name}", _NAME, f"0000:{index + 1:02x}:00.0", memory_bytes)

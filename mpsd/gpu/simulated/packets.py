@@ -1,27 +1,27 @@
 """Messages between the processes of a simulated node: one JSON object per SEQPACKET packet.
 
-Descriptors travel beside a message (SCM_RIGHTS) and arrive close-on-exec. Standard library only and
-few imports: every client pays for them.
+Descriptors travel with a message (SCM_RIGHTS) and arrive close-on-exec. Standard library and few imports,
+because every client pays for them.
 
-A front end of the control stand-in, which does without JSON, says "ui COMMAND", and is answered with text
-and a final newline.
+A front end of the control stand-in works without JSON: it sends "ui COMMAND" and receives text with a final
+newline.
 
-Ranges that a client declares in its own GPU address space, on its context's connection (the one that said
-"attach"). Numbers are bytes; each is answered by {"id": N, "error": CODE}: 0, 1 for bounds that cannot
-be or overlap memory or another range, or the context's sticky error. Nothing waits for kernels.
+A client declares ranges in its own GPU address space on its context's connection (which sent "attach").
+Numbers are bytes. The answer is {"id": N, "error": CODE}: 0, 1 for invalid bounds or an overlap with memory
+or another range, or the context's sticky error. No request waits for kernels.
 
-    {"op": "managed", "id": N, "base": B, "length": L}      as an mmap on the UVM descriptor: multiples of
+    {"op": "managed", "id": N, "base": B, "length": L}      like mmap on the UVM descriptor: multiples of
                                                             4 KiB, base 0 allowed
-    {"op": "unmanaged", "id": N, "base": B, "length": L}    as a munmap: whatever is managed there is so no
-                                                            longer, ranges are cut or split; never an error
+    {"op": "unmanaged", "id": N, "base": B, "length": L}    like munmap: ends managed ranges inside, cuts or
+                                                            splits others; never an error
     {"op": "sparse", "id": N, "base": B, "length": L}       multiples of 64 KiB, base not 0
     {"op": "unsparse", "id": N, "base": B, "length": L}     with the bounds of one range exactly
 
-Loads there give zeros, stores vanish, the kernel goes on. In a managed range the first access to each
-64 KiB since it was declared is a serviced fault as well: 0.4 to 0.9 ms later the context's trackers that
-asked for GPU faults get an event with `fatal` false, the address of the 4 KiB page and the access. The
-kernels "store", "load", "atomic" and "prefetch" make one access; a prefetch elsewhere than in a managed
-range does nothing.
+In such ranges loads return zeros, stores vanish, and the kernel continues. In a managed range the first
+access to each 64 KiB after the declaration is a serviced fault too: 0.4 to 0.9 ms later the context's
+trackers that asked for GPU faults get an event with `fatal` false, the address of the 4 KiB page and the
+access. The kernels "store", "load", "atomic" and "prefetch" make one access; a prefetch outside managed
+ranges does nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CRED = struct.Struct("3i")
 
 
 class Gone(OSError):
-    """The other end is closed, or nothing listens there."""
+    """The other end is closed, or no process listens there."""
 
 
 def encode(message: Mapping[str, object]) -> bytes:
@@ -53,7 +53,7 @@ def encode(message: Mapping[str, object]) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The object in `data`; an empty one when it is not a JSON object."""
+    """Return the object in `data`; an empty one if it is not a JSON object."""
     if data.startswith(b"ui "):
         return {"ui": data[3:].decode(errors="replace")}
     try:
@@ -64,8 +64,9 @@ def decode(data: bytes) -> Message:
 
 
 def send(sock: socket.socket, message: Mapping[str, object] | str, fds: Sequence[int] = ()) -> None:
-    """Send one packet; text is for a front end. Raises Gone, or BlockingIOError on a non-blocking socket
-    that is full."""
+    """Send one packet; text is for a front end.
+
+    Raises Gone, or BlockingIOError on a full non-blocking socket."""
     data = f"{message}\n".encode() if isinstance(message, str) else encode(message)
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
@@ -75,7 +76,7 @@ def send(sock: socket.socket, message: Mapping[str, object] | str, fds: Sequence
 
 
 def receive(sock: socket.socket) -> tuple[Message, list[int]]:
-    """Receive one packet and the descriptors beside it. Raises Gone at the end of the connection."""
+    """Receive one packet and its descriptors. Raises Gone at the end of the connection."""
     data, ancillary, flags, _ = _recvmsg(sock)
     fds = array.array("i")
     for level, kind, payload in ancillary:
@@ -102,13 +103,13 @@ def close_all(fds: Sequence[int] | array.array[int]) -> None:
 def call(
     sock: socket.socket, message: Mapping[str, object], fds: Sequence[int] = ()
 ) -> tuple[Message, list[int]]:
-    """Send and wait for the one answer. The socket's timeout bounds both."""
+    """Send a message and wait for its answer. The socket's timeout bounds both."""
     send(sock, message, fds)
     return receive(sock)
 
 
 def connect(path: str, timeout_s: float | None = 10.0) -> socket.socket:
-    """Connect to a listening socket. Raises Gone when nobody listens there."""
+    """Connect to a listening socket. Raises Gone if no process listens there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout_s)
@@ -138,6 +139,6 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def peer(sock: socket.socket) -> tuple[int, int, int]:
-    """pid, uid, gid of the process that connected (SO_PEERCRED)."""
+    """Return pid, uid and gid of the connected process (SO_PEERCRED)."""
     pid, uid, gid = _CRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))
     return pid, uid, gid

@@ -1,4 +1,4 @@
-"""Where a simulated node keeps its files. Standard library only, no other module of mpsd."""
+"""Paths of a simulated node's files. Standard library only, no other module of mpsd."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 SIM_DIR = "MPSD_SIM_DIR"
 PIPE_DIR = "CUDA_MPS_PIPE_DIRECTORY"
 LOG_DIR = "CUDA_MPS_LOG_DIRECTORY"
-# Names that tools look for in process lists (A6 of the MPS guide's file list, Slurm's epilogs).
+# Names that tools search for in process lists (A6 of the MPS guide's file list, Slurm's epilogs).
 CONTROL_NAME = "nvidia-cuda-mps-control"
 SERVER_NAME = "nvidia-cuda-mps-server"
 
 
 def run_directory(environ: Mapping[str, str]) -> str:
-    """The node's directory: MPSD_SIM_DIR, else one per user."""
+    """Return the node's directory: MPSD_SIM_DIR, else one per user."""
     if named := environ.get(SIM_DIR):
         return named
     runtime = environ.get("XDG_RUNTIME_DIR")
@@ -46,7 +46,7 @@ def log_directory(environ: Mapping[str, str]) -> str:
 
 
 def default_dir() -> Path:
-    """run_directory() of this process's environment."""
+    """Return run_directory() for this process's environment."""
     from pathlib import Path
 
     return Path(run_directory(os.environ))

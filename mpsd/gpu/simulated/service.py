@@ -1,8 +1,8 @@
 """The GPU process: sockets, files and the clock around a `Machine`.
 
-Who connects to <dir>/gpu.sock is a client that asks for a context, an MPS server, or somebody who asks
-questions (the control stand-in, the adapters, tests). A context's two descriptors are ends of socket
-pairs whose other ends are kept here: the space lives until their last duplicate is closed.
+A process that connects to <dir>/gpu.sock is a client that requests a context, an MPS server, or sends queries
+(the control stand-in, the adapters, tests). A context's two descriptors are ends of socket pairs; this
+process keeps the other ends. The space lives until the last duplicate of its descriptors is closed.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mpsd.gpu.simulated import node, packets, paths, semantics
+from mpsd.base.model import UvmEvent
+from mpsd.gpu.simulated import node, packets, paths
 from mpsd.gpu.simulated.calls import Calls
-from mpsd.gpu.simulated.isolation import KernelPart
-from mpsd.gpu.simulated.machine import Machine
-from mpsd.gpu.simulated.parts import Kernel, Refused, Server, Space, Unit
-from mpsd.gpu.simulated.timers import Timers
-from mpsd.linux import procfs
-from mpsd.model import UvmEvent
+from mpsd.gpu.simulated.machine import semantics
+from mpsd.gpu.simulated.machine.isolation import KernelModule
+from mpsd.gpu.simulated.machine.machine import Machine
+from mpsd.gpu.simulated.machine.parts import Kernel, Refused, Server, Space, Unit
+from mpsd.gpu.simulated.machine.timers import Timers
+from mpsd.os import procfs
 
 if TYPE_CHECKING:
     from mpsd.gpu.simulated.packets import Message
 
-# How often the process looks whether its directory is still there.
+# Interval of checks that the process's directory still exists.
 _DIRECTORY_CHECK_S = 1.0
 
 
 class Peer:
-    """One connection to the GPU's socket. `space` or `server` is set once it has become one."""
+    """One connection to the GPU's socket. `space` or `server` is set for a client or a server."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -47,14 +48,14 @@ class Peer:
 
 @dataclass(slots=True)
 class _Listening:
-    """One tracker: events that did not fit, and whether it gets faults that were serviced as well."""
+    """One tracker: events that did not fit, and whether it gets serviced faults too."""
 
     dropped: int = 0
     serviced: bool = False
 
 
 class Service:
-    """Serves one node until `running` is cleared."""
+    """Serve one node until `running` is cleared."""
 
     def __init__(self, directory: str, config: node.NodeConfig) -> None:
         self.directory = directory
@@ -66,7 +67,7 @@ class Service:
             self.units, self, timers=Timers(time.monotonic()), seed=config.seed, process_state=process_state
         )
         if config.isolation:
-            self.machine.kernel_part = KernelPart(self.machine, config.isolation_deadline_s)
+            self.machine.kernel_part = KernelModule(self.machine, config.isolation_deadline_s)
         self.loaded_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self._selector = selectors.DefaultSelector()
         self._peers: set[Peer] = set()
@@ -90,14 +91,14 @@ class Service:
 
     def run(self) -> None:
         timers = self.machine.timers
-        # A signal's handler runs, and the loop looks at `running` at once.
+        # A signal's handler runs, and the loop checks `running` at once.
         signal.set_wakeup_fd(self._waker.fileno())
         while self.running:
             due = timers.next_due
             wait = None if due is None else max(0.0, due - time.monotonic())
             for key, _ in self._selector.select(wait):
                 timers.run(time.monotonic())
-                # An earlier one of this round may have closed it.
+                # An earlier action of this round may have closed it.
                 if key.fileobj.fileno() >= 0:  # type: ignore[union-attr]
                     key.data()
             timers.run(time.monotonic())
@@ -179,7 +180,7 @@ class Service:
             self.machine.fail(space, semantics.NO_SUCH_KERNEL)
 
     def answer(self, peer: Peer, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send to a peer. One that does not read, or is gone, is hung up by its own end of file."""
+        """Send to a peer. Its end of file closes the connection of a peer that does not read or has ended."""
         try:
             packets.send(peer.sock, message, fds)
         except (BlockingIOError, packets.Gone):
@@ -198,7 +199,7 @@ class Service:
     # -- contexts ---------------------------------------------------------------------------------------
 
     def begin_channel(self, peer: Peer, space: Space) -> list[socket.socket]:
-        """Make `peer` the channel of `space`. Returns the process's ends of the two descriptors."""
+        """Make `peer` the channel of `space`. Return the process's ends of the two descriptors."""
         peer.space = space
         self._channels[space] = peer
         self._ends[space] = {}
@@ -212,7 +213,7 @@ class Service:
             self.machine.disconnect(space)
 
     def new_reference(self, space: Space, role: str) -> socket.socket:
-        """One more descriptor that keeps the space: the far end stays here."""
+        """Create another descriptor that keeps the space; the far end stays here."""
         near, far = packets.pair()
         inode = os.fstat(near.fileno()).st_ino
         self._ends[space][inode] = role
@@ -233,7 +234,7 @@ class Service:
         self._ioctl(space, role, message, fds)
 
     def _ioctl(self, space: Space, role: str, message: Message, fds: list[int]) -> None:
-        """A call on a UVM descriptor: its answer goes to the socket that came with it."""
+        """Handle a call on a UVM descriptor. The answer goes to the socket in the message."""
         if len(fds) != 1:
             packets.close_all(fds)
             return
@@ -285,7 +286,7 @@ class Service:
             self._trackers.pop(space, None)
 
     def references(self, pid: int) -> list[dict[str, object]]:
-        """The spaces of a process: {"space", "ends": {inode: role}}."""
+        """Return the spaces of a process: {"space", "ends": {inode: role}}."""
         return [
             {"space": space.id, "ends": {str(inode): role for inode, role in ends.items()}}
             for space, ends in self._ends.items()
@@ -305,7 +306,7 @@ class Service:
                 str(event.access),
                 int(event.reason),
                 event.address,
-                # The driver stamps events with the raw clock; the machine's own clock is the other one.
+                # The driver stamps events with the raw clock; the machine uses the monotonic clock.
                 time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW),
                 event.gpu_index,
             )
@@ -346,14 +347,14 @@ class Service:
                 self.answer(peer, stamped)
 
     def kill(self, space: Space) -> None:
-        # Its pid may be another's by now: a lease keeps a space beyond its process.
+        # A lease keeps a space after its process, so the pid may have been reused.
         with suppress(OSError):
             if procfs.start_ticks(space.pid) == space.start_ticks:
                 os.kill(space.pid, signal.SIGKILL)
 
 
 def process_state(pid: int) -> str:
-    """The state letter of /proc/PID/stat, empty when the process is gone."""
+    """Return the state letter of /proc/PID/stat; empty if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return chr(file.read().rpartition(b") ")[2][0])
@@ -362,7 +363,7 @@ def process_state(pid: int) -> str:
 
 
 def serve(directory: str, config: node.NodeConfig) -> Service:
-    """Bind the node's socket, in an existing directory. Raises OSError when another GPU process has it."""
+    """Bind the node's socket in an existing directory. Raises OSError if another GPU process has it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 16), hard))

@@ -1,6 +1,6 @@
-"""When a dead client's kernels have ended: asked of the GPU process, which knows.
+"""The end of an exited client's kernels, as the simulated GPU process reports it.
 
-Simulated only: on a real node the same is read from the dead client's semaphores.
+Simulated only: on a real node mpsd reads the exited client's semaphores.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from mpsd.base.model import ProcessInstance
 from mpsd.gpu.simulated.adapters import NodeLink
-from mpsd.model import ProcessInstance
 
 
 class SimulatedWork:
@@ -28,7 +28,7 @@ class SimulatedWork:
         return True
 
     def busy(self, pid: int) -> int:
-        """Contexts of a dead process that still have kernels to run. Raises GpuError."""
+        """Return the number of an exited process's contexts with kernels to run. Raises GpuError."""
         return int(self._link.ask({"op": "work", "pid": pid})[0]["busy"])
 
 
@@ -45,14 +45,14 @@ class SimulatedWorkView:
 
     @property
     def located(self) -> bool:
-        """The simulated GPU itself knows."""
+        """Always True: the simulated GPU itself knows."""
         return True
 
     def refresh(self) -> None:
         return
 
     def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:
-        """The simulated GPU knows which contexts there are."""
+        """Do nothing: the simulated GPU knows which contexts exist."""
         return
 
     def pending(self) -> str | None:

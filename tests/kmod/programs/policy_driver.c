@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * The policy behind a pipe: each request and each answer is WORDS u64. It keeps one space and its sinks; what
- * a caller in the kernel looks up (the gap, the sink that covers the page) comes with the request.
+ * The policy behind a pipe: each request and each answer is WORDS u64. The program keeps one space and its
+ * sinks. The request carries what a caller in the kernel looks up: the gap, the sink that covers the page.
  */
 #include "mpsd-policy.h"
 
@@ -55,7 +55,7 @@ static void read_fault(const __u64 *word)
 	};
 }
 
-/* The caller's part: makes the sink, or fails to. */
+/* The caller's part: make the sink, or fail to. */
 static void sink(__u64 now_ns, bool fails)
 {
 	struct mpsd_sink *made = fails || sink_count == SINKS ? NULL : malloc(sizeof(*made));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * policy_fuzz SEED STEPS: garbage in every field and any order of calls. Whatever comes, the policy reads and
- * writes nothing but what it is given (the sanitizers watch) and keeps the laws that CHECK names.
+ * policy_fuzz SEED STEPS: garbage in every field and any order of calls. The policy must read and write
+ * only what it is given (the sanitizers check) and keep the laws that CHECK names.
  */
 #include "mpsd-policy.h"
 
@@ -46,7 +46,7 @@ static __u64 below(__u64 bound)
 	return any() % bound;
 }
 
-/* Addresses crowd around few places, so that they meet each other. */
+/* Addresses crowd around few places, so that ranges meet. */
 static __u64 address(void)
 {
 	static const __u64 places[] = { 0, 0x10000, 0x200000, 0x7f0000000000, 1ULL << 49, ~0ULL - 0x3fffff };
@@ -103,7 +103,7 @@ static struct mpsd_fault some_fault(void)
 	};
 }
 
-/* A sink of any address: the policy must not believe that it covers the page. */
+/* A sink at any address: the policy must not assume that it covers the page. */
 static struct mpsd_around some_around(const struct mpsd_fault *fault)
 {
 	struct mpsd_around around = {

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: MIT
-/* What takes too many faults to reach one by one: counters at their end. Exits with the line that fails. */
+/*
+ * Counters at their limits, which take too many faults to reach one by one. Exits with the line that fails.
+ */
 #include "mpsd-policy.h"
 
 #define CHECK(law) \
@@ -50,7 +52,7 @@ static int a_counter_that_is_full_stays_and_tells_nothing(void)
 	return 0;
 }
 
-/* Years of uptime: what is added to the time must not wrap. */
+/* Years of uptime: sums with the time must not wrap. */
 static int late_times(void)
 {
 	struct mpsd_space space = { .sinks = 0 };

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 /*
- * Random operations on an arena, each checked against a model that is too simple to be wrong: an
- * array that says for each unit of the window which allocation has it, and one that says for each
- * granule whether a piece or a zone has it. Empty pieces are kept for a while, oldest out first.
+ * Random operations on an arena, each checked against a simple model: an array with the allocation that owns each
+ * unit of the window, and an array that says for each granule whether a segment or a zone occupies it. Empty segments
+ * are kept for a while and released oldest first.
  */
 #include "arena.h"
 
@@ -28,7 +28,7 @@ static size_t kept_count, zone, lead;
 static struct arena_range piece_of[GRANULES];
 static uint64_t state;
 
-/* Mostly small, some of several granules, the borders between the two more often than chance has it. */
+/* Mostly small sizes, some of several granules, with boundary values more often than by chance. */
 static size_t random_size(void)
 {
 	static const size_t borders[] = {
@@ -63,7 +63,7 @@ static void map(struct arena_range range, bool to)
 	}
 }
 
-/* The piece with its zones. */
+/* The segment with its zones. */
 static void reserve(struct arena_range range, bool to)
 {
 	size_t first = (range.base - BASE) / ARENA_GRANULE - zone;
@@ -150,7 +150,7 @@ static void release(struct arena *arena, int slot)
 	live[slot].size = 0;
 }
 
-/* What is mapped as one, and the next of those. */
+/* The segment that is mapped as a whole, and the next segment. */
 static void look_at_pieces(struct arena *arena, uint64_t address)
 {
 	size_t granule = (address - BASE) / ARENA_GRANULE;
@@ -171,7 +171,7 @@ static void look(struct arena *arena)
 	int slot = owner[(address - BASE) / ARENA_UNIT];
 	struct arena_range found;
 
-	/* The rest of the last unit belongs to nobody. */
+	/* The rest of the last unit belongs to no allocation. */
 	if (slot && address >= live[slot - 1].base + live[slot - 1].size)
 		slot = 0;
 	CHECK(arena_find(arena, address, &found) == (slot != 0));
@@ -183,7 +183,7 @@ static void look(struct arena *arena)
 	CHECK(!arena_find(arena, BASE + GRANULES * ARENA_GRANULE, &found));
 }
 
-/* A slab gives out what was freed in it only when it has come to its end. */
+/* A slab reuses freed units only after it has reached its end. */
 static void reuse(void)
 {
 	uint64_t first, second, third;

@@ -1,4 +1,4 @@
-"""What consumers of a buffer's arrays do, by ctypes: run by tests/libcuda/test_arrays.py on the stand-in."""
+"""Consumers of a buffer's arrays, by ctypes: run by tests/libcuda/test_arrays.py on the stand-in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ set_name = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("
 
 
 class Tensor(ctypes.Structure):
-    """DLTensor, written down from its specification once more, with no nested structures."""
+    """DLTensor, written from its specification a second time, without nested structures."""
 
     _fields_ = (
         ("data", ctypes.c_uint64),
@@ -39,7 +39,7 @@ Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def consume(capsule: object, name: bytes = b"dltensor") -> int:
-    """Take a capsule over, as a consumer does: the address of its managed tensor."""
+    """Take a capsule over, as a consumer does; return the address of its managed tensor."""
     at = get_pointer(capsule, name)
     assert set_name(capsule, RENAMED) == 0
     return int(at)
@@ -50,7 +50,7 @@ def tensor(at: int) -> Tensor:
 
 
 def delete(at: int) -> None:
-    """Without the interpreter's lock: ctypes lets go of it around calls of CFUNCTYPE."""
+    """Call the deleter without the interpreter's lock, which ctypes releases around calls of CFUNCTYPE."""
     Deleter(ctypes.c_void_p.from_address(at + ctypes.sizeof(Tensor) + 8).value)(at)
 
 
@@ -60,7 +60,7 @@ def mappings() -> int:
 
 
 def fill(address: int, size: int) -> None:
-    """The GPU writes it: for the CPU there is nothing to follow at the address of mapped memory."""
+    """Fill with the GPU: the CPU cannot access the address of mapped memory."""
     driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
     assert driver.cuCtxPushCurrent_v2(context) == 0
@@ -103,19 +103,19 @@ def versioned(m: ModuleType) -> None:
         )
         deleter = ctypes.c_void_p.from_address(at + 16).value
         Deleter(deleter)(at)
-        # A consumer of the time before versions says nothing of them.
+        # A consumer older than versioned capsules does not mention them.
         assert "versioned" not in repr(buffer.__dlpack__(max_version=(0, 8)))
 
 
 def lifetime(m: ModuleType) -> None:
-    """Mapped until the last of those who have it lets go, on whatever thread."""
+    """A buffer stays mapped until its last holder releases it, on any thread."""
     buffer = m.session().attach("a", 1000)
     kept, address = buffer.view("int32"), buffer.pointer
     lent = [consume(buffer.__dlpack__()), consume(kept.__dlpack__())]
     unused = buffer.__dlpack__()
     buffer.close()
     assert mappings() == 1
-    # The bytes are where they were.
+    # The bytes are at the same address.
     fill(address, 1000)
     del kept
     delete(lent.pop())
@@ -129,7 +129,7 @@ def lifetime(m: ModuleType) -> None:
 
 
 def errors(m: ModuleType) -> None:
-    """A consumer that fails frees what it was given while its error is under way, which stays what it is."""
+    """A failing consumer frees its capsule while its error is pending, and the error is unchanged."""
     buffer = m.session().attach("a", 1000)
     for versioned in (None, (1, 0)):
         for refuse in (int, len, ord):
@@ -139,7 +139,7 @@ def errors(m: ModuleType) -> None:
                 pass
     first, second = consume(buffer.__dlpack__()), consume(buffer.__dlpack__())
     buffer.close()
-    # What Python looks up for the first time can take an error away with it.
+    # Python's first lookup of a name can clear a pending error.
     delete(first)
     assert mappings() == 1
     drop_amid_an_error(second)
@@ -147,7 +147,7 @@ def errors(m: ModuleType) -> None:
 
 
 def drop_amid_an_error(at: int) -> None:
-    """Call the deleter while an error is under way: what Python's own destructors are kept from seeing."""
+    """Call the deleter with an error pending, a state that Python hides from its own destructors."""
     deleter = ctypes.CDLL(None)._FuncPtr(ctypes.c_void_p.from_address(at + ctypes.sizeof(Tensor) + 8).value)
     deleter.restype, argument = None, ctypes.c_void_p(at)
     freed = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(lambda _: deleter(argument))
@@ -160,7 +160,7 @@ def drop_amid_an_error(at: int) -> None:
 
 
 def arrays(m: ModuleType) -> None:
-    """Whoever reads __cuda_array_interface__ keeps the object that had it, and nothing else."""
+    """A reader of __cuda_array_interface__ keeps the object alive that provides it, and nothing else."""
     buffer = m.session().attach("a", 1000)
     interface = buffer.view("float16", (5, 10)).__cuda_array_interface__
     assert interface == {
@@ -179,7 +179,7 @@ def arrays(m: ModuleType) -> None:
     assert buffer.__cuda_array_interface__["shape"] == (1000,)
     buffer.close()
     assert not hasattr(buffer, "__cuda_array_interface__")
-    # As a consumer would, this function holds the buffer, and the view.
+    # This function holds the buffer and the view, as a consumer would.
     assert mappings() == 1
     del view
     assert mappings() == 1
@@ -229,7 +229,7 @@ def refusals(m: ModuleType) -> None:
 
 
 def streams(m: ModuleType) -> None:
-    """A stream that is not ordered with the legacy one waits for what that one was given before."""
+    """A stream that is not ordered with the legacy stream waits for the legacy stream's earlier work."""
     cuda = ctypes.CDLL("libcuda.so.1")
     buffer = m.session().attach("a", 1000)
     context, stream, started = ctypes.c_void_p(), ctypes.c_void_p(), threading.Event()
@@ -259,9 +259,9 @@ def streams(m: ModuleType) -> None:
 
 
 def at_the_end(m: ModuleType) -> None:
-    """A tensor that lives to the last calls its deleter when no Python may be called any more."""
+    """A tensor that lives until the exit calls its deleter when no Python code may run any more."""
     lent = consume(m.session().attach("a", 1000).__dlpack__())
-    # Handlers run in reverse order: ours, registered before that of mpsd_client, comes after it.
+    # Handlers run in reverse order: this one, registered before that of mpsd_client, runs after it.
     END.append(lambda: delete(lent))
 
 

@@ -1,4 +1,4 @@
-"""A cuda-bindings program as anybody writes it, but for its kernel's image."""
+"""A plain cuda-bindings program, except for its kernel's image."""
 
 import ctypes
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * Several copies of the stand-in driver at work at once, for sanitizers: one memory at one address, mapped and
- * unmapped under the other's kernels, faults, ends and unloading. Arguments: the driver's file, a folder.
+ * Several instances of the stand-in driver at work at once, for sanitizers: one memory at one address, mapped and
+ * unmapped while another instance runs kernels, faults, ends and is unloaded. Arguments: the driver's file, a folder.
  */
 #include <cuda.h>
 #include <dlfcn.h>
@@ -33,7 +33,7 @@ struct copy {
 	CUfunction add, store, late;
 };
 
-/* Where the first copy finds room: ThreadSanitizer knows but some places. */
+/* Where the first instance finds space: ThreadSanitizer allows only some ranges. */
 static CUdeviceptr window;
 
 static void must(int code, int line)
@@ -52,7 +52,7 @@ static void *find(void *handle, const char *name)
 	return found;
 }
 
-/* With more names than one process could otherwise have. */
+/* With more socket names than one process could otherwise use. */
 static int bind_with_a_number(int fd, const struct sockaddr *address, socklen_t length)
 {
 	static int number;
@@ -132,7 +132,7 @@ static CUmemGenericAllocationHandle create(struct copy *copy)
 	return handle;
 }
 
-/* Each copy imports what the first one exported: what was imported cannot be exported again. */
+/* Each instance imports what the first one exported: imported memory cannot be exported again. */
 static CUmemGenericAllocationHandle adopt(int fd, struct copy *to)
 {
 	CUmemGenericAllocationHandle adopted;
@@ -159,7 +159,7 @@ static void reserve(struct copy *copy)
 	window = at;
 }
 
-/* The first word of the granule is this copy's own. */
+/* Only this instance writes the first word of the granule. */
 static void *count(void *argument)
 {
 	struct copy *copy = argument;
@@ -177,7 +177,7 @@ static void *count(void *argument)
 	return NULL;
 }
 
-/* Maps and unmaps the next granule, and works in it between. */
+/* Maps the next granule, works in it and unmaps it. */
 static void *remap(void *argument)
 {
 	struct copy *copy = argument;
@@ -204,7 +204,7 @@ static uint32_t word(struct copy *copy)
 	return found;
 }
 
-/* A dies with work under way, and its memory is taken away meanwhile; B does not notice. */
+/* A dies with work in flight while its memory is unmapped; B is not affected. */
 static void die(struct copy *a, CUmemGenericAllocationHandle handle)
 {
 	CUstream stream;
@@ -243,7 +243,10 @@ int main(int count_of_arguments, char **arguments)
 
 		snprintf(path, sizeof(path), "%s/copy-%d.so", arguments[2], life);
 		load(fresh, path);
-		/* A copy does not ask for what it found taken when it made its context. */
+		/*
+		 * A driver does not map a range that was occupied when it created its context, so free the window
+		 * first.
+		 */
 		munmap((void *)window, SPAN);
 		begin(fresh);
 		reserve(fresh);

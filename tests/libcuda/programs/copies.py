@@ -1,7 +1,7 @@
-"""Two copies of the stand-in driver in one process, as a fail-over has them: run by
-tests/libcuda/test_standin_copies.py, which says which of the functions below, and where the helper is.
+"""Two instances of the stand-in driver in one process, as in a fail-over.
 
-Long because each of its parts needs the same two copies."""
+Run by tests/libcuda/test_standin_copies.py, which names the function to run and the helper library.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from faultinject.measure.failover_copy import Helper, copy_plain, overwrite_slots
-from faultinject.measure.failover_driver import Driver
+from faultinject.programs.devices.driverfile import Helper, copy_plain, overwrite_slots
+from faultinject.programs.devices.instance import Driver
 
 MIB = 1 << 20
 WINDOW, SPAN, GRANULE = 0x2000_0000_0000, 64 * MIB, 2 * MIB
@@ -37,7 +37,7 @@ PIPES = [os.environ.get("CUDA_MPS_PIPE_DIRECTORY", ""), os.environ.get("SECOND_P
 
 
 class Copy(Driver):
-    """A copy with its context, and the kernels of the stand-in."""
+    """A driver instance with its context and the stand-in's kernels."""
 
     def __init__(
         self, library: ctypes.CDLL, within: Callable[[Callable[[], Any]], Any] = lambda act: act()
@@ -65,7 +65,7 @@ class Copy(Driver):
         self("cuLaunchKernel", self.functions[kernel], 1, 1, 1, 1, 1, 1, 0, stream, pointers, None)
 
     def ran(self, kernel: str, *values: int) -> int:
-        """What a wait for this kernel says."""
+        """Run a kernel and return the code of a wait for it."""
         self.run(kernel, *values)
         return self.code("cuCtxSynchronize")
 
@@ -84,7 +84,7 @@ def own() -> Copy:
 
 
 def another(number: int, pipe: int = 1) -> Copy:
-    """One more file, its calls of bind() and getenv() changed; not yet initialised."""
+    """Load one more driver file with its calls of bind() and getenv() redirected; not yet initialised."""
     path = copy_plain(REAL, FOLDER / f"copy-{number}.so")
     library = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
     before = HELPER.counts()
@@ -108,7 +108,7 @@ def placeholder(address: int) -> str:
 
 
 def one_window(a: Copy, b: Copy) -> None:
-    """The window in both."""
+    """Reserve the window in both instances."""
     a.current()
     assert a.reserve(SPAN, WINDOW) == WINDOW
     assert placeholder(WINDOW) == "---p"
@@ -122,7 +122,7 @@ def one_window(a: Copy, b: Copy) -> None:
 
 
 def shared(a: Copy, b: Copy, address: int) -> tuple[int, int]:
-    """New memory of A's at one address in both; A's handle and B's."""
+    """Map new memory of A at one address in both instances; return A's handle and B's."""
     a.current()
     handle = a.create()
     a.map(address, handle)
@@ -139,11 +139,12 @@ def opened() -> list[str]:
     return sorted(name.split()[-1] for name in names if name.endswith(f"-{os.getpid()}"))
 
 
-# -- what the test asks for ----------------------------------------------------------------------------
+# -- run by the test ---------------------------------------------------------------------------------------
 
 
 def names() -> None:
-    """The second copy finds the name taken; with changed slots it has another one, and another directory."""
+    """The second instance finds the socket name taken; with redirected calls it gets its own name and
+    directory."""
     a = own().ready()
     plain = Copy(ctypes.CDLL(str(copy_plain(REAL, FOLDER / "plain.so")), mode=os.RTLD_NOW | os.RTLD_LOCAL))
     assert plain.code("cuInit", 0) == 304
@@ -167,7 +168,7 @@ def names() -> None:
 
 
 def memory() -> None:
-    """One buffer at one address: each has its own mapping of it, and its own reservation."""
+    """Both instances map one buffer at one address, each with its own mapping and reservation."""
     a, b = both()
     one_window(a, b)
     at = WINDOW + 3 * GRANULE
@@ -175,7 +176,7 @@ def memory() -> None:
     assert (a.ran("add", at, 4, 1), b.ran("add", at, 4, 2), a.word(at), b.word(at)) == (0, 0, 3, 3)
     a.unmap(at, handle)
     assert (b.ran("add", at, 4, 4), b.word(at)) == (0, 7)
-    # A's GPU takes it there again, though the place is B's on the host.
+    # A's GPU maps the address again, although B owns it on the host.
     second = shared(a, b, at + GRANULE)
     fresh = a.create()
     a.map(at, fresh)
@@ -192,13 +193,14 @@ def memory() -> None:
 
 
 def live() -> None:
-    """A third copy gets the window of one that works in it: munmap on the host takes nothing from that."""
+    """A third instance reserves the window of one that works in it: munmap on the host does not affect the
+    latter."""
     a, b = both()
     one_window(a, b)
     shared(a, b, WINDOW)
     assert libc.munmap(WINDOW, SPAN) == 0
     assert b.ran("add", WINDOW, 8, 5) == 0
-    # As long as nobody has the place, this copy's own reservations still keep off it.
+    # While nothing is mapped there, this instance's own reservations still avoid the window.
     elsewhere = b.reserve(SPAN, WINDOW)
     assert elsewhere != WINDOW
     c = another(2).ready()
@@ -208,7 +210,7 @@ def live() -> None:
 
 
 def strays() -> None:
-    """What only B has mapped is a stray access in A, of which only A's context dies."""
+    """A stray access in A to memory that only B maps ends A's context alone."""
     a, b = both()
     one_window(a, b)
     b.current()
@@ -222,7 +224,7 @@ def strays() -> None:
 
 
 def unmapped() -> None:
-    """Work that comes after the unmapping writes nothing, and a broken context keeps nobody waiting."""
+    """Work queued behind the unmapping writes nothing, and a broken context does not block waits."""
     a, b = both()
     one_window(a, b)
     handle, _ = shared(a, b, WINDOW)
@@ -244,7 +246,7 @@ def unmapped() -> None:
 
 
 def host() -> None:
-    """The same pages in both; what one allocated, the other may register."""
+    """Both instances use the same pages: memory allocated by one can be registered with the other."""
     a, b = both()
     pages = libc.mmap(None, MIB, 3, 0x22, -1, 0)
     lent = a.made("cuMemHostAlloc", MIB, 2)
@@ -267,7 +269,7 @@ def host() -> None:
 
 
 def handles() -> None:
-    """Handles are of the copy that gave them: in the other one they are none."""
+    """A handle is valid only in the instance that returned it."""
     a, b = both()
     made = {}
     for driver in (a, b):
@@ -325,7 +327,7 @@ def handles() -> None:
         driver("cuCtxGetLimit", ctypes.byref(limit), 0)
         assert limit.value == value
     assert b.code("cuCtxSetLimit", 99, 1) == 215
-    # An event of a context that has ended is none in the next one.
+    # An event of an ended context is invalid in the next one.
     b("cuDevicePrimaryCtxReset_v2", 0)
     b.ready()
     assert b.code("cuEventQuery", made[b][1]) == 400
@@ -345,8 +347,8 @@ def _counts() -> dict[str, int]:
 
 
 def _one_life(a: Copy, number: int) -> None:
-    """A copy that works, leaves behind what a program may leave, and is unloaded."""
-    # A driver does not ask for what it found taken when it made its context.
+    """Run an instance that works, leaves objects behind, and is unloaded."""
+    # A driver does not map a range that was occupied when it created its context, so free the window first.
     assert libc.munmap(WINDOW, SPAN) == 0
     b = another(number).ready()
     assert b.reserve(SPAN, WINDOW) == WINDOW
@@ -373,7 +375,7 @@ def _one_life(a: Copy, number: int) -> None:
 
 
 def cycles() -> None:
-    """20 copies, one after the other, half of them with a fault."""
+    """Run 20 instances in sequence, half of them with a fault."""
     a = own().ready()
     assert a.reserve(SPAN, WINDOW) == WINDOW
     a.run("add", a.made("cuMemAlloc_v2", MIB), 8, 1)
@@ -388,7 +390,7 @@ def cycles() -> None:
 
 
 def obey() -> None:
-    """Each line of the input is an expression; its value is a line of the output."""
+    """Evaluate each line of the input and print its value."""
     a, b = both()
     one_window(a, b)
     handle, _ = shared(a, b, WINDOW)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * cut.c on a UVM of this test's own: ranges that are freed under a lock, after which whoever freed one waits for as long
- * as the resource manager is busy. Prints "ok".
+ * cut.c on an imitated UVM: ranges are freed under a lock, and the freeing thread then waits while the resource
+ * manager is busy. Prints "ok".
  */
 #include "failover/cut.h"
 
@@ -15,10 +15,10 @@
 #include <unistd.h>
 
 #include "checking.h"
+#include "debug.h"
 #include "clock.h"
 #include "failover/copy.h"
 #include "failover/descriptors.h"
-#include "limits.h"
 
 #define GRANULE ((uint64_t)2 << 20)
 #define BASE ((uint64_t)1 << 40)
@@ -36,20 +36,20 @@ static int there[MOST];
 static bool is_busy, is_since_610;
 static int refused = -1;
 static int waiting;
-static int policy;		/* of the last thread that freed something */
+static int policy;		/* of the last thread that freed a range */
 
-/* Threads from the beginning, as if the program's environment said so. */
+/* Several threads from the beginning, as if the program's environment asked for that. */
 static uint64_t cutters;
 
-uint64_t mpsd_read_number(const char *name, uint64_t otherwise, uint64_t unit, uint64_t least, uint64_t most)
+uint64_t mpsd_debug_number(enum mpsd_debug field, uint64_t otherwise, uint64_t unit, uint64_t least, uint64_t most)
 {
-	CHECK(!strcmp(name, "MPSD_FAILOVER_CUTTERS") && unit == 1 && otherwise >= least && otherwise <= 8 && most >= 8);
+	CHECK(field == MPSD_DEBUG_CUTTERS && unit == 1 && otherwise >= least && otherwise <= 8 && most >= 8);
 	return cutters;
 }
 
 uint64_t __real_mpsd_now_ns(void);
 
-/* By the clock that is looked at here a thread has come so much later than it was started; 0: by the real one. */
+/* On this clock a thread starts so much later than it was created; 0: the real clock. */
 static atomic_uint_least64_t late_ns;
 static pthread_t starter;
 
@@ -162,7 +162,7 @@ static void all_is_cut_off(unsigned int count, bool busy)
 	CHECK(cut && come_to_its_end(cut) == MPSD_CUT_DONE);
 	for (unsigned int i = 0; i < count; i++)
 		CHECK(mpsd_cut_is_gone(cut, i) && there[i] != MAPPED);
-	/* They were kept all the while. */
+	/* All threads were blocked meanwhile. */
 	CHECK(!busy || waiting == (int)count);
 	end(cut);
 	for (unsigned int i = 0; i < count; i++)
@@ -186,7 +186,7 @@ static void the_first_ones_are_enough(void)
 	struct mpsd_cut *cut;
 
 	refused = 3;
-	/* That they are gone is seen later than that another one is refused. */
+	/* The cut ranges are reported later than the refused range. */
 	be_busy(true);
 	cut = begin_first(8, 3);
 	CHECK(cut && come_to_its_end(cut) == MPSD_CUT_FAILED);
@@ -199,7 +199,7 @@ static void the_first_ones_are_enough(void)
 	refused = -1;
 }
 
-/* More than there may be threads: the rest is done by those that come back. */
+/* More ranges than threads: returning threads do the rest. */
 static void there_are_not_too_many_threads(void)
 {
 	struct mpsd_cut *cut;
@@ -221,7 +221,7 @@ static void there_are_not_too_many_threads(void)
 	end(cut);
 }
 
-/* A thread to which a processor came late has none to spare. */
+/* A thread that got its CPU late does not yield it. */
 static void who_has_a_processor_at_once_gives_way(uint64_t late, int expected)
 {
 	struct mpsd_cut *cut;

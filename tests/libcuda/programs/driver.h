@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * CU(cuMemAlloc)(...) calls a driver function, found as the program was told or built: linked
- * directly (-DDIRECT), by dlsym, or by cuGetProcAddress.
+ * CU(cuMemAlloc)(...) calls a driver function, found as the program was told or built: linked directly (-DDIRECT), by
+ * dlsym, or by cuGetProcAddress.
  */
 #pragma once
 

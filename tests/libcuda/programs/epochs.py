@@ -1,9 +1,7 @@
 """A random program, run by tests/libcuda/test_exact_random.py, which moves it while it runs.
 
-Long because each kind of step is a few lines of what programs do.
-
-Each line of its input is a program: a JSON list of steps. Before each step it says the step's number, and
-where the test asked for it waits for a line. At the end it says what the program has seen, as JSON.
+Each line of its input is a program: a JSON list of steps. Before each step it prints the step's number,
+and where the test asked for it waits for a line. At the end it prints what the program has seen, as JSON.
 """
 
 from __future__ import annotations
@@ -15,33 +13,31 @@ import sys
 import threading
 from typing import Any
 
-from faultinject.measure.failover_driver import Driver
+from faultinject.programs.devices.instance import Driver
 from tests.support.nodes import Nodes
 from tests.support.rows import DEVICE, HOST, UNIFIED, Plane, box, plane
 from tests.support.segments import Segment
 
 IMAGE = b"standin module\nkernel add add 0\nkernel fill fill 0\nkernel copy copy 0\nkernel sum sum 0\n"
 SIZES = (8 << 20, 600, 4 << 20, 3 << 20)
-# Of what has several pages the words lie on both sides of an end: a part of them is written before all are.
+# In large buffers the words lie on both sides of a page end, so that a part can be written first.
 OFFSETS = [(2 << 20) - 12 if size > 2 << 20 else 0 for size in SIZES]
 STREAMS = 4
 PER_THREAD = 2  # CU_STREAM_PER_THREAD
 WORDS = 6
-HOSTED = (
-    512 << 10
-)  # in pinned memory: what functions of the host work on, for each buffer and then for each step
-HOST_BYTES = 128 << 10  # more than is copied by the proxy, so that nothing waits
+HOSTED = 512 << 10  # in pinned memory: data of host callbacks, for each buffer and then for each step
+HOST_BYTES = 128 << 10  # larger than copies that the proxy makes itself, so that nothing waits
 KINDS = {"add": (8, 8, 4), "fill": (8, 8, 4), "copy": (8, 8, 8), "sum": (8, 8, 8)}
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 DEADLINE_S = 30
 NON_BLOCKING, DISABLE_TIMING, RELAXED = 1, 2, 2
-# Rows of two words: the first two of a buffer and the last two that are looked at, and not what is between.
+# Rows of two words: the first two of a buffer and the last two that are checked, without the words between.
 WIDTH, PITCH, ROWS = 8, 16, 2
 
 
 class Program(Driver):
-    """Buffers, streams and the order in which streams have to take turns at buffers."""
+    """Buffers, streams, and the order in which streams use a buffer."""
 
     def __init__(self) -> None:
         super().__init__(ctypes.CDLL("libcuda.so.1"))
@@ -96,7 +92,7 @@ class Program(Driver):
         words = [self.word(buffer, at) for buffer in range(len(SIZES)) for at in range(WORDS)]
         for buffer in range(len(SIZES)):
             self.free(buffer)
-        # Functions of the host ran once each; what the program has written over is as it left it.
+        # Each host callback ran once; memory that the program has overwritten since is unchanged.
         left = (ctypes.c_uint32 * (16 * len(SIZES))).from_address(self.pinned + HOSTED)
         return [*words, *sorted(self.ran), sum(left[8::16])]
 
@@ -107,7 +103,7 @@ class Program(Driver):
         return out.value
 
     def turn(self, buffer: int, stream: int) -> None:
-        """What comes next in that stream comes after what was last done to the buffer."""
+        """Order the stream's next operation after the last operation on the buffer."""
         before, self.last[buffer] = self.last[buffer], stream
         if before != stream:
             self("cuEventRecord", self.events[before], self.streams[before])
@@ -133,7 +129,7 @@ class Program(Driver):
         )
 
     def step(self, what: str, stream: int, one: int, two: int, value: int) -> list[int]:
-        """What the program sees by it."""
+        """Run one step; return what the program sees by it."""
         if what in ("add", "fill"):
             self.turn(one, stream)
             self.launch(what, stream, self.buffers[one], 4, value)
@@ -243,7 +239,7 @@ class Program(Driver):
         return []
 
     def rows_out(self, call: str, of: tuple[int, int, int], to: int, *stream: int) -> list[int]:
-        """Into rows of three words, of which the last is nobody's."""
+        """Copy rows to host rows of three words, of which the last stays unchanged."""
         words = (ctypes.c_uint32 * 5).from_address(to)
         words[:] = [7] * 5
         given: Plane = plane((UNIFIED, to, 12), of, WIDTH, ROWS)
@@ -254,7 +250,7 @@ class Program(Driver):
         return found
 
     def rows_in_pinned(self, stream: int, one: int, value: int) -> None:
-        """As in_pinned(): every other 64 KiB of the pinned memory."""
+        """Copy as in_pinned(), from every other 64 KiB of the pinned memory."""
         row = 64 << 10
         source = (ctypes.c_uint32 * (5 * row // 4)).from_address(self.pinned)
         source[:4] = [value, value + 1, value + 2, value + 3]
@@ -265,7 +261,7 @@ class Program(Driver):
         source[:4] = [0] * 4
 
     def graph(self, stream: int, one: int, two: int, value: int) -> None:
-        """One that adds and then copies is captured, and launched twice."""
+        """Capture a graph that adds and then copies; launch it twice."""
         self.turn(one, stream)
         self.turn(two, stream)
         native = self.streams[stream]
@@ -275,7 +271,7 @@ class Program(Driver):
         self.launch_captured(native)
 
     def launch_captured(self, native: int) -> None:
-        """What was captured in that stream, twice."""
+        """End the capture in that stream and launch the graph twice."""
         graph = ctypes.c_uint64()
         self("cuStreamEndCapture", native, ctypes.byref(graph))
         executable = self.made("cuGraphInstantiateWithFlags", graph.value, 0)
@@ -285,7 +281,7 @@ class Program(Driver):
         self("cuGraphExecDestroy", executable)
 
     def forked(self, stream: int, one: int, two: int, value: int) -> None:
-        """One that adds, copies in another stream, and adds to the copy, is captured, and launched twice."""
+        """Capture a graph that adds, copies in another stream, and adds to the copy; launch it twice."""
         other = stream % (len(self.streams) - 1) + 1
         self.turn(one, stream)
         self.turn(two, stream)
@@ -301,7 +297,8 @@ class Program(Driver):
         self.launch_captured(native)
 
     def made_of_nodes(self, stream: int, one: int, two: int, value: int) -> None:
-        """One that adds and then copies, launched, changed to add thrice as much, and launched again."""
+        """Build a graph that adds and then copies, launch it, change it to add three times as much, and
+        launch it again."""
         self.turn(one, stream)
         self.turn(two, stream)
         nodes = Nodes(self)
@@ -316,7 +313,7 @@ class Program(Driver):
         self("cuGraphExecDestroy", executable)
 
     def call(self, stream: int, value: int, at: int, seen: threading.Event | None = None) -> None:
-        """A function of the host, or a callback, adds the value to four words of pinned memory, in place."""
+        """Add the value to four words of pinned memory in a host callback or a stream callback."""
         number = len(self.hosted)
         words = (ctypes.c_uint32 * 4).from_address(at)
 
@@ -335,8 +332,11 @@ class Program(Driver):
         self.hosted.append(hosted)
 
     def host(self, what: str, stream: int, one: int, value: int) -> None:
-        """Out, changed in place by the host, and in again: at a place of the step's own, or at the buffer's,
-        where what was read there before is waited for."""
+        """Copy out, change the data in a host callback, and copy in again.
+
+        The data lies at a place of the step's own, or at the buffer's place; earlier readers of that are
+        waited for.
+        """
         place = {"host": 5 + len(self.hosted), "host_same": 1 + one}.get(what)
         at, size = self.pinned + HOSTED + 64 * one, 16
         if place:
@@ -347,7 +347,7 @@ class Program(Driver):
         self("cuMemcpyHtoDAsync_v2", self.buffers[one], at, size, self.streams[stream])
 
     def host_twice(self, stream: int, one: int, two: int, value: int) -> None:
-        """Changed again where the GPU has read it, and has used it."""
+        """Change the data in a host callback again after the GPU has read and used it."""
         at = self.pinned + HOSTED + HOST_BYTES * (5 + len(self.hosted))
         self.turn(one, stream)
         self.turn(two, stream)
@@ -359,7 +359,8 @@ class Program(Driver):
         self("cuMemcpyHtoDAsync_v2", self.buffers[one], at, HOST_BYTES, self.streams[stream])
 
     def host_seen(self, stream: int, one: int, value: int) -> list[int]:
-        """What is out is known by the function alone, and the program's memory again."""
+        """Only a host callback proves that the data is copied out; the memory then belongs to the program
+        again."""
         at = self.pinned + HOSTED + 64 * one + 32
         seen = threading.Event()
         self.turn(one, stream)
@@ -371,7 +372,8 @@ class Program(Driver):
         return found
 
     def in_pinned(self, stream: int, one: int, value: int) -> list[int]:
-        """More than is copied by the proxy; the program's again when its event is reached."""
+        """Copy more than the proxy copies itself; the memory belongs to the program again when its event
+        is reached."""
         count = (256 << 10) // 4
         self.turn(one, stream)
         source = (ctypes.c_uint32 * count).from_address(self.pinned)

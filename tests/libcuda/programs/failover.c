@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
 /*
- * Threads that make, use and end everything that a fail-over brings along, while the test moves the program from
- * copy to copy: for sanitizers. Each line of its input is answered, once each thread has done more rounds, with
- * how many rounds a move has spoilt and how often a wait has said so; it ends with its input.
+ * Threads create, use and destroy all objects that a fail-over carries over, while the test moves the program between
+ * driver instances: for sanitizers. Each line of its input is answered, once each thread has done more rounds, with
+ * the number of rounds that moves have spoilt and of waits that reported that. The program ends with its input.
  *
- * Only what was in flight may be missing. What each thread keeps is written once, and is looked at in each round.
+ * Only work in flight may be missing. Data that a thread keeps is written once and checked in each round.
  */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -38,7 +38,7 @@ struct worker {
 	CUgraphNode adds;
 	CUgraphExec exec;
 	uint32_t *pinned, *host;	/* pinned: as old as the thread */
-	atomic_uint added, told;	/* functions and callbacks of the host that ran */
+	atomic_uint added, told;	/* host callbacks and stream callbacks that ran */
 	unsigned int to_tell;
 };
 
@@ -55,7 +55,7 @@ static void must(CUresult result, const char *what)
 	}
 }
 
-/* What was in flight in a move is gone; one wait says so. */
+/* Work in flight in a move is lost, which one wait reports. */
 static void waited(CUresult result, const char *what)
 {
 	if (result == CUDA_ERROR_LAUNCH_FAILED)
@@ -107,7 +107,7 @@ static void *image(void)
 	return strdup(IMAGE);
 }
 
-/* Everything is made in this round, and ends with it. */
+/* All objects are created and destroyed in this round. */
 static int fresh_things(struct worker *self)
 {
 	uint32_t value = self->number << 16 | self->round;
@@ -145,7 +145,7 @@ static int fresh_things(struct worker *self)
 	return are;
 }
 
-/* What is as old as the thread. */
+/* Objects that live as long as the thread. */
 static int old_things(struct worker *self)
 {
 	CUstreamAttrValue policy = { .syncPolicy = self->round & 2 ? CU_SYNC_POLICY_SPIN : CU_SYNC_POLICY_YIELD };
@@ -187,13 +187,13 @@ static void CUDA_CB tell(CUstream stream, CUresult status, void *data)
 	struct worker *self = data;
 
 	must(stream == self->stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE, "the stream of a callback");
-	/* It was lost. */
+	/* The work before it was lost. */
 	if (status != CUDA_SUCCESS)
 		atomic_fetch_add(&spoilt, 1);
 	atomic_fetch_add(&self->told, 1);
 }
 
-/* The host changes what was copied out, and it is copied in and out again: once. */
+/* A host callback changes copied-out data, which is copied in and out again: exactly once. */
 static int hosted_things(struct worker *self)
 {
 	unsigned int before = atomic_load(&self->added);
@@ -237,7 +237,7 @@ static void make_graph(struct worker *self)
 	MUST(cuGraphInstantiate, &self->exec, self->graph, 0);
 }
 
-/* One graph is changed in each round; another one is made, has the first as its child, and ends. */
+/* One graph is changed in each round; another is created with the first as its child, and destroyed. */
 static int graphs_of_nodes(struct worker *self)
 {
 	uint64_t words = WORDS;
@@ -271,7 +271,7 @@ static int graphs_of_nodes(struct worker *self)
 	return all_are(self->pinned, value + value - self->round % 2);
 }
 
-/* Those of what was lost are told by another thread. */
+/* Another thread runs the callbacks of lost work. */
 static void wait_until_told(struct worker *self)
 {
 	for (int ms = 0; atomic_load(&self->told) < self->to_tell && ms < 1000 * DEADLINE_S; ms++)

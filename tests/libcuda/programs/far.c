@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * Random operations on far zones (far.c) of two windows, with a driver that refuses some and does not let go of
- * others: they never lie over one another nor over what somebody has, and there are never more than may be.
+ * Random operations on far zones (far.c) of two windows, with a driver that refuses some ranges and fails to release
+ * others: far zones never overlap each other or occupied ranges, and never exceed their budget.
  */
 #include "far.h"
 
@@ -79,7 +79,7 @@ void mpsd_ledger_zone_since(int row, uint64_t born_ns)
 	rows[row].since = born_ns;
 }
 
-/* What must hold */
+/* Invariants */
 
 static bool meets(uint64_t base, uint64_t end)
 {
@@ -124,7 +124,7 @@ static void settle(struct mpsd_far_share share)
 	look(share);
 }
 
-/* With all the room that is wanted, each side is covered whole. */
+/* With an unlimited budget, each side is covered completely. */
 static void look_at_whole(void)
 {
 	struct mpsd_far_share share = { UINT64_MAX, UINT64_MAX };

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
 /*
- * fence.c and the thread that unmaps, with a cut, records of what is in flight and processors of this test's own. Prints
- * "ok".
+ * fence.c and the thread that unmaps, with an imitated cut, operation records and CPUs. Prints "ok".
  */
 #include "failover/fence.h"
 
@@ -27,7 +26,7 @@
 
 enum who { MOVER, OTHER };
 
-/* What the two stand on. */
+/* Stubs of the tested modules' dependencies. */
 
 static void *real[1];
 static const struct mpsd_tables tables = { real, real, 0 };
@@ -37,7 +36,7 @@ atomic_uint_least64_t mpsd_moves;
 atomic_uint mpsd_inside[MPSD_COPIES_KNOWN];
 struct window mpsd_windows[DEVICES];
 
-/* Two pieces lie in the window, if it is open: the program's, and room for copies of what memory was. */
+/* An open window has two segments: the program's memory and the snapshot buffer. */
 #define PIECE ((uint64_t)2 << 20)
 
 bool arena_next_piece(const struct arena *arena, uint64_t from, struct arena_range *piece)
@@ -85,7 +84,7 @@ bool mpsd_exact_is_over(void)
 }
 
 static bool goes_ahead;
-static int busy;	/* so often somebody else has the lock of the records */
+static int busy;	/* how often another thread holds the lock of the records */
 
 bool mpsd_exact_go_ahead(bool *may_be_told)
 {
@@ -99,7 +98,7 @@ bool mpsd_exact_close(void)
 }
 
 static atomic_bool is_cut;
-static atomic_bool is_refused;	/* there is no UVM: and the driver comes to no end either before the fence holds */
+static atomic_bool is_refused;	/* no UVM, and the driver does not finish before the fence holds */
 static atomic_bool holds;
 
 struct mpsd_cut *mpsd_cut_begin(unsigned int number, const struct arena_range *pieces, unsigned int count,
@@ -118,7 +117,7 @@ enum mpsd_cut_state mpsd_cut_look(struct mpsd_cut *cut)
 	return atomic_load(&is_cut) ? MPSD_CUT_DONE : MPSD_CUT_GOES_ON;
 }
 
-static int until_enough;	/* so many looks; 0: it never is */
+static int until_enough;	/* so many checks; 0: never */
 
 bool mpsd_cut_is_enough(const struct mpsd_cut *cut)
 {
@@ -144,7 +143,7 @@ void mpsd_cut_discard(struct mpsd_cut *cut)
 	(void)cut;
 }
 
-/* Who spins. */
+/* Which threads spin. */
 
 static int processors;
 static pthread_t mover;
@@ -163,7 +162,7 @@ void __real_mpsd_fence_rest(uint64_t began, bool spins);
 
 static bool is_told;
 
-/* When each of those that are to wait has done so the old copy is cut off, but where they wait for the word. */
+/* The old instance is cut off once each waiting thread has waited, unless the threads wait for the command. */
 void __wrap_mpsd_fence_rest(uint64_t began, bool spins)
 {
 	enum who who = pthread_equal(pthread_self(), mover) ? MOVER : OTHER;
@@ -194,7 +193,7 @@ static void move(bool ahead)
 	CHECK(!mpsd_unmapping_lasts());
 }
 
-/* Those that are waited for have a processor at least. */
+/* A thread that is waited for has at least one CPU. */
 static void who_spins(void)
 {
 	mpsd_fence_listen(-1, 1);
@@ -207,7 +206,7 @@ static void who_spins(void)
 	}
 }
 
-/* The word is on the line that is listened to. */
+/* The command is on the daemon connection. */
 static void say(int line[2])
 {
 	const struct mpsd_failover_message word = { .magic = MPSD_FAILOVER_MAGIC,
@@ -228,7 +227,7 @@ static void say_no_more(const int line[2])
 	close(line[1]);
 }
 
-/* Nothing else comes to its end. */
+/* No other wait ends. */
 static void told(bool ahead, bool refused)
 {
 	struct mpsd_failover_message word;
@@ -243,7 +242,7 @@ static void told(bool ahead, bool refused)
 	say_no_more(line);
 }
 
-/* The program goes on while the room is still cut off: with that word the room is its own again. */
+/* The program continues while its snapshot buffer is still being cut off: the command frees the buffer. */
 static void told_before_it_goes_on(void)
 {
 	int line[2];
@@ -265,7 +264,7 @@ static void told_before_it_goes_on(void)
 	say_no_more(line);
 }
 
-/* The word is taken from the line once: who has the lock of the records then does not take it away. */
+/* The command is received once: a lock held by another thread does not discard it. */
 static void a_word_is_kept(void)
 {
 	told(true, false);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * Random holds in an arena, and random pieces mapped in them, beside ordinary allocations; each step is checked against a
- * model that says for each granule of the window whose it is. Prints "ok".
+ * Random reservations in an arena, and random segments mapped in them, beside ordinary allocations; each step is
+ * checked against a model that records the owner of each granule of the window. Prints "ok".
  */
 #include "arena.h"
 
@@ -19,8 +19,8 @@
 static size_t zone;
 static uint64_t state;
 static struct arena_range holds[HOLDS], pieces[PIECES], large[LARGE];
-static int owner[GRANULES];		/* 1 + the hold, or -1 - the large allocation */
-static int mapped[GRANULES];		/* 1 + the piece */
+static int owner[GRANULES];		/* 1 + the reservation, or -1 - the large allocation */
+static int mapped[GRANULES];		/* 1 + the segment */
 static bool open[PIECES];
 
 static size_t granule_of(uint64_t address)
@@ -36,7 +36,7 @@ static void own(struct arena_range range, int from, int to)
 	}
 }
 
-/* Nobody else is within `zone` of it. */
+/* No other owner is within `zone` of the range. */
 static void check_zones(struct arena_range range, int who)
 {
 	size_t first = granule_of(range.base), end = granule_of(range.base + range.size);
@@ -169,7 +169,7 @@ static void check_run(struct arena *arena, size_t granule)
 	CHECK(granule_of(run.base) == first && granule_of(run.base + run.size) == end);
 }
 
-/* All pieces and large allocations, in their order, and nothing else. */
+/* All segments and large allocations, in order, and nothing else. */
 static void check_pieces(struct arena *arena)
 {
 	struct arena_range piece = { BASE, 0 };
@@ -215,7 +215,7 @@ int main(int count, char **given)
 		if (step % 50 == 0)
 			check_pieces(&arena);
 	}
-	/* What is held is nobody's allocation. */
+	/* A reservation is no allocation. */
 	while (arena_first(&arena, &found))
 		for (int i = 0; i < LARGE; i++)
 			if (large[i].size && large[i].base == found.base)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-/* Says what a guard may cover of the mappings that come on its standard input: hostplan BYTES [HOLE SIZE]... */
+/* Prints what a guard may cover of the mappings on its standard input: hostplan BYTES [HOLE SIZE]... */
 #include "hostplan.h"
 
 #include <stdio.h>

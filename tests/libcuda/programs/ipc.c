@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * Two processes share memory by legacy IPC, one call after the other, each with its return code and
- * what it gave, as lines: two runs can be compared as texts. Forked before either has started the driver.
+ * Two processes share memory by legacy IPC. Each call is printed as a line with its return code and output, so that
+ * two runs can be compared as texts. The processes fork before either has started the driver.
  */
 #include <stdint.h>
 #include <sys/wait.h>
@@ -73,13 +73,13 @@ static void exporter(void)
 	STEP(cuIpcGetMemHandle, &offer.other, other);
 	DO(cuIpcGetMemHandle, &same, small + 100), printf(" %d", !memcmp(&same, &offer.small, sizeof(same))), END;
 	printf("distinct %d", memcmp(&offer.small, &offer.other, sizeof(same)) != 0), END;
-	/* The process that has it is not to open it. */
+	/* The exporting process may not open its own memory. */
 	STEP(cuIpcOpenMemHandle, &again, offer.small, LAZY);
 	STEP(cuIpcCloseMemHandle, small);
 	hand_over(to_opener[1], &offer, sizeof(offer));
 	wait_for(to_exporter[0], out, 1);
 	DO(cuMemcpyDtoH, out, small, 12), printf(" %s", out), END;
-	/* What comes to lie there later is another allocation. */
+	/* A later allocation at that address is another allocation. */
 	STEP(cuMemFree, other);
 	STEP(cuMemAlloc, &again, 2000);
 	DO(cuIpcGetMemHandle, &later, again), printf(" %d", memcmp(&later, &offer.other, sizeof(later)) != 0), END;
@@ -144,7 +144,7 @@ static void opener(void)
 	DO(cuMemcpyDtoH, out, other, 12), printf(" %s", out), END;
 	STEP(cuIpcCloseMemHandle, large);
 	STEP(cuIpcCloseMemHandle, other);
-	/* Once more, for the end of the context. */
+	/* Open it again, so that the end of the context closes it. */
 	STEP(cuIpcOpenMemHandle, &large, offer.large, LAZY);
 	DO(cuMemcpyDtoH, out, large + 3 * MB, 12), printf(" %s", out), END;
 	hand_over(to_exporter[1], "x", 1);
@@ -160,7 +160,7 @@ int main(int count, char **given)
 	must(!pipe(to_opener) && !pipe(to_exporter), "pipe");
 	child = fork();
 	must(child >= 0, "fork");
-	/* The one that goes on without the other finds its pipe at its end. */
+	/* A process that survives the other sees the end of its pipe. */
 	close(child ? to_opener[0] : to_opener[1]);
 	close(child ? to_exporter[1] : to_exporter[0]);
 	driver_open(count > 1 ? given[1] : "dlsym", count > 2 ? given[2] : "libcuda.so.1");

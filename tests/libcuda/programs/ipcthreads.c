@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * Threads of one process export the same allocations, and threads of another open, read and close
- * them, all at once: for ThreadSanitizer. Each says what went wrong; "ok".
+ * Threads of one process export the same allocations, and threads of another open, read and close them at once: for
+ * ThreadSanitizer. Each thread prints its errors; the program prints "ok".
  */
 #include <pthread.h>
 #include <stdint.h>

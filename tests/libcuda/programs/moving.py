@@ -1,4 +1,4 @@
-"""A program that obeys, whose driver may be changed under it: run by tests/libcuda/test_failover.py.
+"""A program that evaluates commands while its driver is changed: run by tests/libcuda/test_failover.py.
 
 Each line of its input is a Python expression; the answer is a line with its repr.
 """
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from faultinject.measure.failover_driver import Driver, DriverError
+from faultinject.programs.devices.instance import Driver, DriverError
 from tests.support.nodes import EMPTY, GRAPH, HOST, KERNEL, MEMCPY, MEMSET, Nodes
 
 IMAGE = b"standin module\nkernel add add 0\nkernel late add 200000\nkernel fill fill 0\n"
@@ -26,7 +26,7 @@ ADD = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
 
 
 class Arguments:
-    """What `add` and its like are given, for as long as this is there."""
+    """Arguments of `add` and similar kernels, valid while this object lives."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self._held = [kind(value) for kind, value in zip(ADD, values, strict=True)]
@@ -50,7 +50,7 @@ class Program(Driver):
     def host(
         self, name: str, *, stream: int = 0, callback: bool = False, holds: bool = False, does: str = ""
     ) -> int:
-        """A function of the host, in the stream; `holds`: until go(name)."""
+        """Add a host callback or stream callback to the stream; with `holds` it waits for go(name)."""
         self.may_go[name] = threading.Event()
 
         def run(status: int) -> None:
@@ -76,24 +76,24 @@ class Program(Driver):
         return address
 
     def run(self, kernel: str, *values: int, stream: int = 0, shared: int = 0) -> int:
-        """`shared`: bytes of dynamic shared memory."""
+        """Launch a kernel with `shared` bytes of dynamic shared memory."""
         function, arguments = self.functions[kernel], Arguments(values)
         return self.code("cuLaunchKernel", function, *[1] * 6, shared, stream, arguments.pointers, None)
 
     def run_with(self, attribute: ctypes.Array[ctypes.c_uint32], *values: int, stream: int = 0) -> int:
-        """`add`, with this attribute of a launch: 18 words, of which the first one is its number."""
+        """Launch `add` with one launch attribute: 18 words, of which the first is its number."""
         layout = "=7I4xQQI4x"
         config = struct.pack(layout, *[1] * 6, 0, stream, ctypes.addressof(attribute), 1)
         function, arguments = self.functions["add"], Arguments(values)
         return self.code("cuLaunchKernelEx", config, function, arguments.pointers, None)
 
     def own(self, call: str, address: int, value: int) -> int:
-        """`add` to 8 words, by a launch whose default stream is the thread's own."""
+        """Launch `add` on 8 words in the per-thread default stream."""
         arguments = Arguments((address, 8, value))
         return self.code(call, self.functions["add"], *[1] * 6, 0, 0, arguments.pointers, None)
 
     def found(self, kernel: str, way: str) -> int:
-        """A kernel of a module, or library, loaded for it; from then on it has the name of the way."""
+        """Find a kernel in a newly loaded module or library, by this way, and name it after the way."""
         if way.startswith("library"):
             library = ctypes.c_void_p()
             self("cuLibraryLoadData", ctypes.byref(library), IMAGE, None, None, 0, None, None, 0)
@@ -127,7 +127,7 @@ class Program(Driver):
         return (name.value or b"").decode()
 
     def variable(self, name: str) -> int:
-        """The address of a module's variable."""
+        """Return the address of a module variable."""
         address, size = ctypes.c_uint64(), ctypes.c_size_t()
         self("cuModuleGetGlobal_v2", ctypes.byref(address), ctypes.byref(size), self.module, name.encode())
         return address.value
@@ -145,7 +145,7 @@ class Program(Driver):
         return out.value
 
     def timed(self, event: int) -> int:
-        """Recorded, and reached."""
+        """Record the event and wait for it."""
         self("cuEventRecord", event, 0)
         return self.code("cuEventSynchronize", event)
 
@@ -155,7 +155,7 @@ class Program(Driver):
         return out.value
 
     def peek(self, address: int, words: int) -> list[int]:
-        """What a kernel finds there, in memory that is no variable's."""
+        """Return the words that a kernel reads there, copied to plain memory."""
         out = self.memory(4 * words)
         held = [ctypes.c_uint64(value) for value in (out, address, words)]
         pointers = (ctypes.c_void_p * 3)(*map(ctypes.addressof, held))
@@ -171,12 +171,12 @@ class Program(Driver):
         return out.value
 
     def pinned(self) -> int:
-        """Pinned memory, taken and given back."""
+        """Allocate and free pinned memory."""
         return self.code("cuMemFreeHost", self.made("cuMemHostAlloc", 1 << 20, 0))
 
 
 class Later:
-    """A thread with a context of its own that answers one expression at a time."""
+    """A thread with a current context that answers one expression at a time."""
 
     def __init__(self, driver: Program) -> None:
         self._ask, self._answered = threading.Event(), threading.Event()
@@ -201,7 +201,7 @@ class Later:
         self._ask.set()
 
     def comes_back(self) -> bool:
-        """Soon; where it does not it may yet."""
+        """Return whether the answer comes within 0.2 s; a later answer is possible."""
         return self._answered.wait(0.2)
 
     def result(self) -> object:
@@ -214,13 +214,13 @@ def mappings(part: str) -> int:
 
 
 def memory_descriptors() -> int:
-    """Descriptors of the stand-in's physical memory."""
+    """Count the descriptors of the stand-in's physical memory."""
     names = (os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
     return sum("standin" in name for name in names)
 
 
 def memory_of_another(size: int) -> int:
-    """What another process would have exported: a descriptor of the stand-in's physical memory."""
+    """Return a descriptor as another process would export it: the stand-in's physical memory."""
     fd = os.memfd_create("another's", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -228,7 +228,7 @@ def memory_of_another(size: int) -> int:
 
 
 def in_child(expression: str) -> int:
-    """The value, up to 255, in a forked child."""
+    """Evaluate in a forked child and return the value, up to 255."""
     child = os.fork()
     if not child:
         os._exit(eval(expression))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-/* order.c and word.c, with threads of this test's own, and with each of their calls of the kernel counted. Prints "ok". */
+/* order.c and word.c, with threads and with each futex call counted. Prints "ok". */
 #include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -46,7 +46,7 @@ long __wrap_syscall(long number, void *word, int what, unsigned int value, const
 	return __real_syscall(number, word, what, value, until, other, bits);
 }
 
-static unsigned long taken;	/* by who has the order */
+static unsigned long taken;	/* by the holder of the order */
 
 static void *take_often(void *unused)
 {
@@ -78,7 +78,7 @@ static void *take_once(void *got)
 	return NULL;
 }
 
-/* Another thread waits for the order, which this one has. */
+/* Another thread waits for the order, which this thread holds. */
 static pthread_t begin_to_wait(bool *got)
 {
 	unsigned int before = atomic_load(&waits);
@@ -99,14 +99,14 @@ static void who_waits_is_woken(void)
 
 	mpsd_order_give(0);
 	CHECK(!pthread_join(thread, NULL) && got && atomic_load(&wakes) == before + 1);
-	/* In a forked child that thread is not. */
+	/* The waiting thread does not exist in a forked child. */
 	mpsd_orders_child();
 	CHECK(mpsd_order_try(0));
 	CHECK(!mpsd_order_try(0));
 	mpsd_order_give(0);
 }
 
-/* Who has it may never give it. */
+/* The holder may never release it. */
 static void who_waits_leaves_with_a_move(void)
 {
 	bool got = true;
@@ -129,7 +129,7 @@ static void nobody_is_asked_where_nobody_waits(void)
 	unsigned int before = atomic_load(&waits) + atomic_load(&wakes);
 
 	CHECK(mpsd_order_take(0) && !mpsd_order_try(0));
-	/* That of the next copy is another one. */
+	/* The next driver instance has another order. */
 	CHECK(mpsd_order_try(MOVED));
 	mpsd_order_give(MOVED);
 	mpsd_order_give(0);
@@ -151,7 +151,7 @@ static void *take_word(void *got)
 	return NULL;
 }
 
-/* It may look more than once before it is let in. */
+/* The waiting thread may check more than once before it gets the lock. */
 static void a_word_is_waited_for(void)
 {
 	unsigned int before = atomic_load(&waits);
@@ -162,7 +162,7 @@ static void a_word_is_waited_for(void)
 	CHECK(!pthread_create(&thread, NULL, take_word, &got));
 	while (atomic_load(&waits) < before + 2)
 		sched_yield();
-	/* Who has waited for long enough leaves it with who has it. */
+	/* A wait that times out leaves the lock with its holder. */
 	CHECK(!mpsd_word_try_for(&word, 1) && !got);
 	mpsd_word_give(&word);
 	CHECK(!pthread_join(thread, NULL) && got);

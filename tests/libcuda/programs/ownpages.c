@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 /*
- * ownpages.c on pages of files that /proc/self/maps calls the driver's. Prints "ok".
+ * ownpages.c on pages of files that /proc/self/maps shows as the driver's. Prints "ok".
  */
 #include "failover/ownpages.h"
 
@@ -38,7 +38,7 @@ bool mpsd_pins_lie_in(uint64_t start, uint64_t end)
 FILE *__real_fopen(const char *path, const char *mode);
 FILE *__wrap_fopen(const char *path, const char *mode);
 
-/* As they are, but for the name. */
+/* The true mappings, except for the name. */
 FILE *__wrap_fopen(const char *path, const char *mode)
 {
 	FILE *maps = __real_fopen(path, mode), *shown = tmpfile();
@@ -61,7 +61,7 @@ struct area {
 	volatile uint32_t *words;
 };
 
-/* Its first word is 5, and the last one of each page but the second. */
+/* The first word is 5, and so is the last word of each page but the second. */
 static struct area area(int protection, int flags)
 {
 	struct area made = { memfd_create("shared", 0), NULL };
@@ -83,7 +83,7 @@ static void mapped(unsigned int number, const struct area *area, uint64_t from, 
 	mpsd_owned_note(number, 0, MPSD_UVM_MAP_EXTERNAL, range);
 }
 
-/* Whether what the file gets is seen there. What it held is there in any case. */
+/* Whether the area shows writes to the file. Its old content must be there in any case. */
 static bool is_shared(const struct area *area)
 {
 	uint32_t before = area->words[1];
@@ -126,10 +126,10 @@ int main(void)
 	mapped(1, &others, 0, SIZE);
 	mapped(0, &programs, 0, SIZE);
 	pinned = (uintptr_t)programs.words + PAGE;
-	/* The end of it cannot be read. */
+	/* The end of this area cannot be read. */
 	mapped(0, &cut, 0, SIZE);
 	CHECK(!ftruncate(cut.file, SIZE - PAGE));
-	/* Those of a copy, or of any of two; whose they are beside the program's makes no difference. */
+	/* Areas of one instance, or of either of two; sharing with the program's own files does not matter. */
 	CHECK(mpsd_pages_find(numbers, 1, found, 16) == 5 && mpsd_pages_find(numbers, 2, found, 16) == 6);
 	CHECK(is_among(&its, found, 6) && is_among(&others, found, 6) && !is_among(&both, found, 6));
 	CHECK(mpsd_pages_find(numbers, 2, found, 2) == 2 && !mpsd_pages_find(numbers, 0, found, 16));
@@ -141,9 +141,9 @@ int main(void)
 		CHECK(is_shared(stay[i]));
 	its.words[0] = 6;
 	CHECK(its.words[0] == 6);
-	/* Nobody may write where nobody might. */
+	/* A read-only area stays without access for writers. */
 	CHECK(pread(its.file, (void *)read_only.words, 1, 0) < 0);
-	/* Of the next copy, when the other one is there no more. */
+	/* Areas shared with another instance become private once that instance is gone. */
 	mpsd_owned_forget(2);
 	mpsd_pages_keep(0);
 	CHECK(!is_shared(&both) && is_shared(&others));

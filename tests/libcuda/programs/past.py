@@ -1,9 +1,9 @@
-"""Launches kernels through the proxy, past it, and through it again; says what the proxy's ledger counted.
+"""Launch kernels through the proxy, past it, and through it again; print the counts of the proxy's ledger.
 
-One line of JSON: `launched` in each of the three turns, `functions` of the proxy's own before them, those
-left in the turn `past` it, whether the words were `restored`, what was `read` from memory that all turns have
-written; or `error`. With `functions` these alone; with `foreign` stubs are read as those of another machine;
-with `driver-first` the program opens the driver by its path before the proxy.
+One line of JSON: `launched` in each of the three passes; the proxy's own `functions` before them; those
+left in the pass `past` the proxy; whether the words were `restored`; the words `read` from memory that all
+passes have written; or `error`. With the argument `functions` it prints these alone. With `foreign` it
+reads stubs as of another machine. With `driver-first` it opens the driver by its path before the proxy.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import struct
 import sys
 from unittest import mock
 
-from faultinject.programs.driver import Driver
-from faultinject.proxy import past
-from mpsd.errors import UnsupportedError
+from faultinject.programs.devices.driver import Driver
+from faultinject.programs.pairing import bypass
+from mpsd.base.errors import UnsupportedError
 from tests.support.zoning import ledger_of
 
 IMAGE = b"standin module\nkernel fill fill 0\n"
@@ -28,7 +28,7 @@ WORDS = 1024
 
 
 class Filling:
-    """A kernel that fills memory, in the legacy stream."""
+    """A kernel that fills memory in the legacy stream."""
 
     def __init__(self) -> None:
         self.driver = Driver()
@@ -49,17 +49,17 @@ class Filling:
 
 
 def launched() -> int:
-    """Launches that the proxy has seen."""
+    """Return the number of launches that the proxy has seen."""
     with contextlib.closing(ledger_of(os.getpid())) as ledger:
         return ledger.launched
 
 
 def turns() -> dict[str, object]:
     work = Filling()
-    way = past.find()
+    way = bypass.find_bypass()
     before, functions, counts = way.words(), way.differing(), [launched()]
     for turn, launches in enumerate((1, 2, 3)):
-        way.go(past=turn == 1)
+        way.switch(past=turn == 1)
         for number in range(launches):
             work.launch(256 * turn + 64 * number, 64, 10 * turn + number + 1)
         counts.append(launched())
@@ -78,13 +78,13 @@ def main() -> None:
     try:
         if sys.argv[1:] == ["functions"]:
             Filling()
-            print(json.dumps({"functions": past.find().differing()}))
+            print(json.dumps({"functions": bypass.find_bypass().differing()}))
             return
         if sys.argv[1:] == ["foreign"]:
             other = {"x86_64": "aarch64", "aarch64": "x86_64"}[platform.machine()]
             with mock.patch("platform.machine", return_value=other):
                 Filling()
-                past.find()
+                bypass.find_bypass()
         if sys.argv[1:] == ["driver-first"]:
             ctypes.CDLL(os.environ["MPSD_REAL_LIBCUDA"])
             ctypes.CDLL(f"{os.environ['LD_LIBRARY_PATH']}/libcuda.so.1")

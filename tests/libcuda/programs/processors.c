@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-/* processors.c in control groups of this test's own: GROUPS ROOT. Prints "several" or "one". */
+/* processors.c in imitated control groups: GROUPS ROOT. Prints "several" or "one". */
 #include "processors.h"
 
 #include <stdio.h>

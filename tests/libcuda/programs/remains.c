@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 /*
- * remains.c on a resource manager and a UVM of this test's own, which write down what they are asked. Prints "ok".
+ * remains.c on an imitated resource manager and UVM, which record their calls. Prints "ok".
  */
 #include "failover/remains.h"
 
@@ -8,9 +8,9 @@
 #include <string.h>
 
 #include "checking.h"
+#include "debug.h"
 #include "failover/descriptors.h"
 #include "failover/ownpages.h"
-#include "limits.h"
 #include "thread.h"
 #include "uvm.h"
 
@@ -32,9 +32,9 @@ bool mpsd_descriptors_is(unsigned int number, int fd)
 	return !number && fd != CLOSED;
 }
 
-uint64_t mpsd_read_number(const char *name, uint64_t otherwise, uint64_t unit, uint64_t least, uint64_t most)
+uint64_t mpsd_debug_number(enum mpsd_debug field, uint64_t otherwise, uint64_t unit, uint64_t least, uint64_t most)
 {
-	CHECK(!strcmp(name, "MPSD_FAILOVER_GIVE_BACK") && otherwise == 1 && unit == 1 && !least && most == 1);
+	CHECK(field == MPSD_DEBUG_RELEASE && otherwise == 1 && unit == 1 && !least && most == 1);
 	return gives_back;
 }
 
@@ -45,7 +45,7 @@ bool mpsd_thread_start(void *(*run)(void *), void *argument)
 	return has_threads;
 }
 
-/* Before what the device has is freed. */
+/* Called before the device's resources are freed. */
 void mpsd_pages_keep(unsigned int number)
 {
 	CHECK(!number && !asked[0]);
@@ -106,7 +106,7 @@ int main(void)
 	allocate(CONTROL, ALLOC_LONG, 0x80, 1, 0);
 	allocate(CONTROL, ALLOC_SHORT, 0x80, 2, 0);
 	allocate(CONTROL, ALLOC_LONG, 0x80, 3, 0);
-	/* What is in it goes with it, and what was refused is not there. */
+	/* A freed object takes its children along, and a refused object does not exist. */
 	allocate(CONTROL, ALLOC_LONG, 0xc86f, 4, 0);
 	allocate(CONTROL, ALLOC_LONG, 0x80, 5, 0x56);
 	allocate(CONTROL, ALLOC_SHORT, 0x80, 6, 0x56);
@@ -118,11 +118,11 @@ int main(void)
 	registered(SPACE, 0xbb, MPSD_UVM_REGISTER_SPACE);
 	registered(SPACE, 0xbb, MPSD_UVM_UNREGISTER_SPACE);
 	registered(CLOSED, 0xcc, MPSD_UVM_REGISTER_SPACE);
-	/* Who cannot have a thread comes again. */
+	/* A release without a thread is tried again later. */
 	has_threads = false;
 	ends("");
 	has_threads = true;
-	/* UVM lets go first. */
+	/* UVM is released first. */
 	ends("8 unregister aa;7 free 2 of c1d00001;7 free 1 of c1d00001;");
 	ends("");
 	allocate(CONTROL, ALLOC_LONG, 0x80, 8, 0);
@@ -131,7 +131,7 @@ int main(void)
 	gives_back = 1;
 	ends("7 free 8 of c1d00001;");
 	CHECK(kept == 4);
-	/* More than there is room for: what is known is given back. */
+	/* More objects than the table holds: the known ones are released. */
 	for (uint32_t object = 1; object < 100; object++)
 		allocate(CONTROL, ALLOC_LONG, 0x80, object, 0);
 	mpsd_remains_end();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * One call after the other, each with its return code and what it gave, as lines. Nothing printed
- * depends on time or addresses, so two runs can be compared as texts.
+ * A sequence of calls. Each call is printed as a line with its return code and output. Nothing printed depends on
+ * time or addresses, so two runs can be compared as texts.
  */
 #include <fcntl.h>
 #include <semaphore.h>
@@ -119,7 +119,7 @@ static void CUDA_CB note(void *data)
 	*(int *)data += 1;
 }
 
-/* What a callback was told, and whether it may call the driver. */
+/* The arguments of a callback, and whether it may call the driver. */
 struct told {
 	CUstream stream;
 	CUresult status, called;
@@ -190,13 +190,13 @@ static void streams(void)
 	DO(cuEventElapsedTime, &elapsed, event, late), positive = elapsed >= 2, printf(" %d", positive), END;
 	STEP(cuEventSynchronize, late);
 	STEP(cuEventQuery, late);
-	/* Blocking streams and the default stream keep each other's order. */
+	/* Blocking streams and the default stream keep their order. */
 	STEP(cuStreamDestroy, two);
 	STEP(cuStreamCreate, &two, CU_STREAM_DEFAULT);
 	STEP(cuLaunchKernel, slow_fill, 1, 1, 1, 32, 1, 1, 0, two, fill_with, NULL);
 	STEP(cuLaunchKernel, sum, 1, 1, 1, 32, 1, 1, 0, NULL, sum_up, NULL);
 	DO(cuMemcpyDtoH, &sum_of, total, 8), printf(" %llu", (unsigned long long)sum_of), END;
-	/* cuMemFree waits for whatever runs. */
+	/* cuMemFree waits for all running work. */
 	STEP(cuLaunchKernel, slow_fill, 1, 1, 1, 32, 1, 1, 0, one, fill_with, NULL);
 	STEP(cuMemFree, data);
 	STEP(cuStreamQuery, one);
@@ -283,10 +283,10 @@ static void virtual_memory(void)
 	STEP(cuMemAddressFree, window, 64 * MB);
 }
 
-/* Last: the error stays. */
+/* Last, since the error persists. */
 static void fault(void)
 {
-	CUdeviceptr data = 0, stray = 64;	/* in the null page: nothing else can lie there */
+	CUdeviceptr data = 0, stray = 64;	/* in the null page: nothing else can be mapped there */
 	uint32_t value = 1;
 	void *arguments[] = { &stray, &value };
 
@@ -299,7 +299,10 @@ static void fault(void)
 	STEP(cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING);
 	sem_init(&told.was, 0, 0);
 	sem_init(&may_go, 0, 0);
-	/* Nothing happens before all of it is there. Behind the fault a function does not run, and a callback is told. */
+	/*
+	 * All work is queued before any runs. Behind the fault a host callback does not run, and a stream callback
+	 * gets the error.
+	 */
 	STEP(cuLaunchHostFunc, stream, hold, &may_go);
 	STEP(cuLaunchKernel, store, 1, 1, 1, 1, 1, 1, 0, stream, arguments, NULL);
 	STEP(cuLaunchHostFunc, stream, note, &called);

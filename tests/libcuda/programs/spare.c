@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-/* All spare names, and then those that were given back. Prints "ok". */
+/* Takes all reserved virtual handles of spare.c, then those that were returned. Prints "ok". */
 #include "failover/spare.h"
 
 #include <stdio.h>
@@ -20,7 +20,7 @@ int main(void)
 	CHECK(!mpsd_spare_take());
 	mpsd_spare_give("somebody's");
 	CHECK(!mpsd_spare_take());
-	/* The one that was given back first comes first. */
+	/* Returned handles are reused in the order of their return. */
 	for (int i = 0; i < ALL; i++)
 		mpsd_spare_give(taken[i]);
 	for (int i = 0; i < ALL; i++)

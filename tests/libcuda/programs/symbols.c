@@ -1,6 +1,6 @@
 /*
- * Reads images of code that are named, and broken ones made of them: a bad byte in each is believed nowhere, as gcc's
- * sanitizers see. Says what each of them has.
+ * Reads the named code images, and broken ones made of them with one bad byte each: gcc's sanitizers see if the
+ * reader trusts a bad byte. Prints the content of each image.
  */
 #include <stdio.h>
 #include <stdlib.h>

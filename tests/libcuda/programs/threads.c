@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
 /*
- * Threads that start the driver and have a stream each, all at once: for ThreadSanitizer. Prints
- * what went wrong, and "ok".
+ * Threads that start the driver and have a stream each, all at once: for ThreadSanitizer. Prints errors, and "ok".
  */
 #include <pthread.h>
 #include <stdint.h>
@@ -75,7 +74,7 @@ int main(int count, char **given)
 		pthread_create(&threads[i], NULL, work, (void *)(i + 1));
 	for (int i = 0; i < THREADS; i++)
 		pthread_join(threads[i], NULL);
-	/* Not before all have ended: the last release ends the context. */
+	/* After all threads have ended, since the last release ends the context. */
 	for (int i = 0; i < THREADS; i++)
 		MUST(cuDevicePrimaryCtxRelease, 0);
 	puts("ok");

@@ -1,7 +1,9 @@
-"""A program under mpsd-standby: it counts in a named buffer, and outlives its context. WHAT it does besides:
+"""A program under mpsd-standby: it counts in a named buffer, and outlives its context.
 
-count   when its buffer is closed under it, it says what can still be done with it, and stays
-child   the first one has a child with a buffer of its own; the next ones want that too
+The first argument, WHAT, adds to that:
+
+count   when its buffer is closed by mpsd-standby, it prints which operations still work, and stays
+child   the first process has a child with a buffer of its own; later processes want that buffer too
 exit    it ends with an error when its context is lost
 """
 
@@ -24,7 +26,8 @@ def say(*words: object) -> None:
 
 
 def count_on(buffer: mpsd_client.Buffer) -> None:
-    """Until that is not possible. Raises CudaError when the context is lost, UsageError when it is closed."""
+    """Count until that fails. Raise CudaError when the context is lost, UsageError when the buffer is
+    closed."""
     number = int.from_bytes(buffer.read(8), "little")
     while True:
         number += 1

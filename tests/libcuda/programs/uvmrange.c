@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 /*
- * uvmrange.c on two character devices of the name that it looks for, in FOLDER/wrong and FOLDER/right: the
- * first one refuses every mmap, as the descriptor does that pins memory, the second one takes any. What the
- * kernel has mapped afterwards is read from /proc/self/maps. Prints "ok".
+ * uvmrange.c on two character devices with the expected name, in FOLDER/wrong and FOLDER/right. The first refuses
+ * every mmap, as the descriptor that pins memory does; the second accepts any. The kernel's mappings are then read
+ * from /proc/self/maps. Prints "ok".
  */
 #include "uvmrange.h"
 
@@ -20,7 +20,7 @@
 
 void *mpsd_real_handle;		/* none: so there is no stand-in */
 
-/* Whether one mapping, or some in a row, with these permissions cover exactly what is asked about. */
+/* Whether one mapping, or adjacent ones, with these permissions cover exactly this range. */
 static bool has(uint64_t base, size_t size, const char *permissions)
 {
 	FILE *file = fopen("/proc/self/maps", "re");
@@ -68,7 +68,7 @@ int main(int count, char **given)
 	int fd;
 
 	CHECK(count == 2 && base != (uint64_t)MAP_FAILED);
-	/* Without a descriptor nothing is laid, and nothing is changed. */
+	/* Without a descriptor nothing is mapped or changed. */
 	CHECK(!mpsd_range_manage(base, GRANULE) && !mpsd_range_manage_null());
 	device(given[1], "wrong");
 	CHECK(!mpsd_range_manage(base, GRANULE) && has(base, 8 * GRANULE, "---p"));
@@ -76,21 +76,21 @@ int main(int count, char **given)
 	CHECK(mpsd_range_manage(base + GRANULE, 2 * GRANULE));
 	CHECK(has(base, GRANULE, "---p") && has(base + GRANULE, 2 * GRANULE, "---s"));
 	CHECK(has(base + 3 * GRANULE, 5 * GRANULE, "---p"));
-	/* A child has the reservation, and not the zone. */
+	/* A child inherits the reservation, but not the zone. */
 	CHECK(is_in_child(base) && !is_in_child(base + GRANULE));
 	CHECK(mpsd_range_free(base + GRANULE, 2 * GRANULE, true) && has(base, 8 * GRANULE, "---p"));
-	/* A driver that refuses the ioctls. */
+	/* This driver refuses the ioctls. */
 	CHECK(!mpsd_range_sparse(base, GRANULE, gpu) && has(base, 8 * GRANULE, "---p"));
-	/* The descriptor is another one by now, and its number leads to something else. */
+	/* The descriptor has moved, and its old number refers to another file. */
 	CHECK(dup2(fd, fd + 10) == fd + 10 && dup2(device(given[1], "wrong"), fd) == fd);
 	CHECK(mpsd_range_manage(base, GRANULE) && has(base, GRANULE, "---s"));
 	if (mpsd_range_manage_null()) {
 		CHECK(has(0, MPSD_RANGE_NULL_PAGE, "---s"));
-		/* Not over what is there. */
+		/* Not over an existing mapping. */
 		CHECK(!mpsd_range_manage_null() && has(0, MPSD_RANGE_NULL_PAGE, "---s"));
 		CHECK(mpsd_range_free(0, MPSD_RANGE_NULL_PAGE, true) && !has(0, 4096, "---s"));
 	}
-	/* It is gone for good: what fails leaves the place as it was. */
+	/* The device is gone: a failure leaves the range unchanged. */
 	close(fd + 10);
 	CHECK(!mpsd_range_manage(base + GRANULE, GRANULE) && has(base + GRANULE, 7 * GRANULE, "---p"));
 	puts("ok");

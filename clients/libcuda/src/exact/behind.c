@@ -42,7 +42,7 @@ static CUresult wait_for(const struct mpsd_lane *lane, const struct awaited *awa
 	if (result != CUDA_SUCCESS)
 		return result;
 	if (!is_marked(awaited)) {
-		mpsd_epoch_unsure("saves that cannot be waited for");
+		mpsd_epoch_unsure("a snapshot with unknown completion");
 		return CUDA_SUCCESS;
 	}
 	result = real_cuStreamWaitValue32_v2(mpsd_native(lane->stream), (CUdeviceptr)mpsd_lane_word(awaited->lane),

@@ -39,7 +39,7 @@ CUresult work_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 
 	if (op.graph.graph)
 		return mpsd_submit_new(&op, false);
-	mpsd_exact_fail("a graph that was not captured");
+	mpsd_exact_fail("a graph that the proxy has not recorded");
 	return mpsd_relay_flush() ? make_cuGraphLaunch(hGraphExec, hStream) : MPSD_AGAIN;
 }
 

@@ -8,11 +8,11 @@
 #include <stdlib.h>
 
 #include "clock.h"
+#include "debug.h"
 #include "exact/saver.h"
 #include "exact/undo.h"
 #include "failover/line.h"
 #include "failover/undoroom.h"
-#include "limits.h"
 #include "memory.h"
 
 #define MIB ((size_t)1 << 20)
@@ -42,7 +42,7 @@ static size_t budget(void)
 	if (real_cuDeviceTotalMem_v2(&total, 0) != CUDA_SUCCESS)
 		total = 0;
 	total = (total / DEFAULT_PART >> 20) + CHUNK_BYTES / MIB;
-	bytes = mpsd_read_number("MPSD_FAILOVER_UNDO_MIB", total, 1, 1, MOST_MIB) << 20;
+	bytes = mpsd_debug_number(MPSD_DEBUG_SNAPSHOT_MIB, total, 1, 1, MOST_MIB) << 20;
 	/* Pages are saved whole, or not at all. */
 	bytes = (bytes + MPSD_EXACT_PAGE - 1) / MPSD_EXACT_PAGE * MPSD_EXACT_PAGE;
 	return bytes;
@@ -150,14 +150,14 @@ bool mpsd_chunk_is(CUdeviceptr address)
 	return chunk_of(address) != NULL;
 }
 
-#define OPEN_ROOM "room for copies into which the old context may still write"
+#define OPEN_ROOM "snapshot memory that the old context may still write"
 
 const char *mpsd_undo_why_not(void)
 {
 	if (!mpsd_undoroom_is_open())
 		return OPEN_ROOM;
-	return is_short ? "too little free memory for a copy of what one operation may write" :
-			  "what one operation may write is more than MPSD_FAILOVER_UNDO_MIB";
+	return is_short ? "too little free GPU memory for the snapshot of one operation" :
+			  "one operation may write more than the snapshot buffers may hold";
 }
 
 /* The chunks stay as they are, and are nobody's. */

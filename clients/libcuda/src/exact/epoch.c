@@ -242,7 +242,7 @@ static void take_borrowed(void)
 		if (mpsd_copy_keep(op))
 			mpsd_epoch.kept_bytes += op->copy.size;
 		else
-			__atomic_store_n(&mpsd_epoch.unsure, "no host memory", __ATOMIC_RELAXED);
+			__atomic_store_n(&mpsd_epoch.unsure, "out of host memory", __ATOMIC_RELAXED);
 	}
 	mpsd_epoch.has_borrowed = has;
 }
@@ -339,7 +339,7 @@ CUresult mpsd_epoch_finish(void)
 static bool is_kept(CUresult result)
 {
 	if (result == CUDA_ERROR_NOT_READY)
-		mpsd_epoch_unsure(mpsd_hosts_keep() ? "a host function that waits" : "work that does not come to its end");
+		mpsd_epoch_unsure(mpsd_hosts_keep() ? "a pending host callback" : "work that does not complete");
 	return result == CUDA_ERROR_NOT_READY;
 }
 
@@ -352,7 +352,7 @@ static void be_unsure_of_captured(void)
 	is = !mpsd_is_left() && !mpsd_lanes_all_marked();
 	mpsd_word_give(&mpsd_exact_lock);
 	if (is)
-		mpsd_epoch_unsure("something taken away during a capture");
+		mpsd_epoch_unsure("an object destroyed during a capture");
 }
 
 /* What is waited for may be what this thread writes next: nothing of the epoch is done again. */

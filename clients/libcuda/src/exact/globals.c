@@ -88,12 +88,12 @@ static void read_names(struct module *module)
 		mpsd_symbols_read(image, size, arch(), &found);
 	if (!size || found.is_unread) {
 		unknown++;
-		mpsd_say("the variables of some code are not looked at: %s",
-			 size ? "it is packed, and nothing here unpacks it" : "it is not known where it is");
+		mpsd_say("module variables of a code image are not checked: %s",
+			 size ? "the image is compressed" : "the image's location is unknown");
 	}
 	if (found.has_heap) {
 		unknown++;
-		mpsd_say("some code uses the device's own heap, which is not carried over");
+		mpsd_say("a code image uses the device heap (malloc in kernels), which fail-over does not preserve");
 	}
 }
 

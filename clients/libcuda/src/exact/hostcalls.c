@@ -68,7 +68,7 @@ static CUresult start(struct mpsd_host given, CUresult (*how)(const struct mpsd_
 	if (!is_none && !mpsd_is_in_capture(given.stream))
 		return how(&given);
 	result = mpsd_host_hand_over(&given, mpsd_native(given.stream), given.function, given.callback, given.data);
-	return mpsd_line_made(result, "a host function in a graph");
+	return mpsd_line_made(result, "a host callback in a graph");
 }
 
 CUresult make_cuLaunchHostFunc(CUstream hStream, CUhostFn fn, void *userData)

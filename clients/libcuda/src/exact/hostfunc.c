@@ -81,7 +81,7 @@ static bool has_turn(struct mpsd_given *given, CUresult *status)
 		usleep(LOOK_US);
 		is_late = mpsd_now_ns() > until;
 		if (is_late)
-			mpsd_epoch_unsure("a host function that came before its time");
+			mpsd_epoch_unsure("a host callback that ran before earlier work was complete");
 	}
 }
 

@@ -44,7 +44,7 @@ CUresult mpsd_lanes_ready(void)
 		return result;
 	if (result != CUDA_SUCCESS) {
 		if (!mpsd_is_left())
-			mpsd_exact_fail("no pinned memory");
+			mpsd_exact_fail("out of pinned host memory");
 		return MPSD_AGAIN;
 	}
 	mpsd_word_take(&mpsd_exact_lock);

@@ -126,8 +126,8 @@ static MPSD_SELDOM CUresult submit_after(const struct mpsd_launch *given, void *
 	if (atomic_load(&mpsd_moves) != mpsd_tables()->moves)
 		return MPSD_AGAIN;
 	if (!mpsd_exact())
-		return launch_unnoted(given, parameters, extra, "a kernel whose parameters are unknown, in a capture");
-	mpsd_exact_fail("a kernel whose parameters are unknown");
+		return launch_unnoted(given, parameters, extra, "a captured kernel with unknown parameters");
+	mpsd_exact_fail("a kernel with unknown parameters");
 	return MPSD_AGAIN;
 }
 
@@ -180,7 +180,7 @@ MPSD_OF_A_LAUNCH CUresult work_cuLaunchKernelEx(const CUlaunchConfig *config, CU
 		const struct mpsd_launch launch = { f, config->hStream, config, false, false, !mpsd_capturing() };
 
 		if (!launch.is_brief && is_updatable(config))
-			return launch_unnoted(&launch, kernelParams, extra, "a graph's node that kernels may change");
+			return launch_unnoted(&launch, kernelParams, extra, "a graph node that kernels may change");
 		return submit_launch(&launch, kernelParams, extra);
 	}
 	return inner_cuLaunchKernelEx(config, mpsd_native(f), kernelParams, extra);

@@ -3,7 +3,7 @@
  * Where the parameters of launches lead: what a kernel may write is taken to be every allocation that they point into.
  * Addresses lie at multiples of 8. What validation has seen them read alone may be still (still.h).
  *
- * Pointers that a kernel finds in memory are not seen (MPSD_FAILOVER_VALIDATE names kernels that follow any).
+ * Pointers that a kernel finds in memory are not seen (MPSD_FAILOVER=validate names kernels that follow any).
  */
 #include <string.h>
 

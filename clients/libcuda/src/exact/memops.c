@@ -84,11 +84,11 @@ CUresult mpsd_memops_save(const struct mpsd_memops *ops, struct mpsd_plan *plan)
 		if (is_write(one))
 			mpsd_still_written(one->writeValue.address, sizeof(cuuint64_t));
 		if (is_wait(one))
-			mpsd_epoch_unsure("a wait for a word in memory");
+			mpsd_epoch_unsure("a stream wait for a memory value");
 		else if (is_write(one) && !mpsd_is_device(one->writeValue.address))
-			mpsd_epoch_unsure("a word that is written outside the window");
+			mpsd_epoch_unsure("a stream memory write outside the window");
 		else if (is_write(one) && others_are_open(plan->lane))
-			mpsd_epoch_unsure("a word that is written while another stream works");
+			mpsd_epoch_unsure("a stream memory write while another stream works");
 		else if (is_write(one))
 			result = mpsd_undo_save(plan, one->writeValue.address,
 						one->operation == CU_STREAM_MEM_OP_WRITE_VALUE_32 ? 4 : 8);
@@ -169,7 +169,7 @@ static CUresult submit(CUstream stream, bool is_batch, const CUstreamBatchMemOpP
 	return mpsd_submit(op, false);
 }
 
-static const char in_a_graph[] = "a memory operation in a graph";
+static const char in_a_graph[] = "a stream memory operation in a graph";
 
 static CUresult make(CUstream stream, CUstreamBatchMemOpParams one)
 {
@@ -220,7 +220,7 @@ CUresult make_cuStreamBatchMemOp_v2(CUstream stream, unsigned int count, CUstrea
 		return inner_cuStreamBatchMemOp_v2(mpsd_native(stream), count, paramArray, flags);
 	all_written(paramArray, count);
 	result = give(mpsd_native(stream), paramArray, count, flags);
-	return are_known(paramArray, count) ? result : mpsd_line_made(result, "a memory operation of an unknown kind");
+	return are_known(paramArray, count) ? result : mpsd_line_made(result, "a stream memory operation of an unknown type");
 }
 
 CUresult work_cuStreamBatchMemOp_v2(CUstream stream, unsigned int count, CUstreamBatchMemOpParams *paramArray,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 /*
- * Kernels that are named to this library, as validation has found them out: MPSD_FAILOVER_UNSURE, of those that write
- * where their parameters do not lead, and MPSD_FAILOVER_OPAQUE, of those that keep something in a variable of their
- * module; each a list with commas. What they do cannot be undone, or does not go along, and is told like the rest of it.
+ * MPSD_FAILOVER_KERNELS="unsure:NAME,opaque:NAME": the kernels that validation found. An unsure kernel writes where its
+ * parameters do not lead. An opaque kernel keeps data in a variable of its module. What they do cannot be rolled back, or
+ * is not in the standby context, and is reported like the rest of it.
  */
 #include "exact/named.h"
 
@@ -10,9 +10,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "debug.h"
 #include "exact/still.h"
 #include "failover/line.h"
 #include "failover/made.h"
+
+#define VARIABLE "MPSD_FAILOVER_KERNELS"
 
 struct named {
 	struct named *next;
@@ -23,8 +26,14 @@ struct named {
 static struct named *all;
 MPSD_READ_OFTEN bool mpsd_named_any;
 
-static void add(const char *name, size_t length, const char *what, bool is_opaque)
+#define UNSURE "unsure:"
+#define OPAQUE "opaque:"
+_Static_assert(sizeof(UNSURE) == sizeof(OPAQUE), "a name begins at the same place");
+
+static void add(const char *name, size_t length, bool is_opaque)
 {
+	const char *what = is_opaque ? "a kernel that writes a module variable"
+				     : "a kernel that writes memory not reachable from its parameters";
 	struct named *named = length ? calloc(1, sizeof(*named)) : NULL;
 
 	if (!named)
@@ -36,24 +45,32 @@ static void add(const char *name, size_t length, const char *what, bool is_opaqu
 		free(named);
 }
 
-static void read_list(const char *variable, const char *what, bool is_opaque)
+/* `kind`: of every item; NULL: each item says its own. */
+static void read_list(const char *list, const char *kind)
 {
-	const char *list = secure_getenv(variable);
-
 	while (list && *list) {
-		size_t length = strcspn(list, ",");
+		int length = (int)strcspn(list, ",");
+		const char *name = kind ? list : list + strlen(UNSURE), *said = kind ? kind : list;
+		bool is_opaque = !strncmp(said, OPAQUE, strlen(OPAQUE));
 
-		add(list, length, what, is_opaque);
+		if (is_opaque || !strncmp(said, UNSURE, strlen(UNSURE)))
+			add(name, (size_t)(list + length - name), is_opaque);
+		else if (length)
+			mpsd_say(VARIABLE ": %.*s is ignored: write unsure:KERNEL or opaque:KERNEL", length, list);
 		list += length + (list[length] == ',');
 	}
 }
 
 void mpsd_named_start(void)
 {
-	if (all)
+	static bool has_begun;
+
+	if (has_begun)
 		return;
-	read_list("MPSD_FAILOVER_UNSURE", "a kernel that writes where its parameters do not lead", false);
-	read_list("MPSD_FAILOVER_OPAQUE", "a kernel that writes a variable of its module", true);
+	has_begun = true;
+	read_list(secure_getenv(VARIABLE), NULL);
+	read_list(mpsd_debug_retired("MPSD_FAILOVER_UNSURE", VARIABLE "=unsure:KERNEL"), UNSURE);
+	read_list(mpsd_debug_retired("MPSD_FAILOVER_OPAQUE", VARIABLE "=opaque:KERNEL"), OPAQUE);
 	mpsd_named_any = all != NULL;
 }
 

@@ -67,7 +67,7 @@ static CUresult ask(CUfunction function, struct place *places, uint32_t *count)
 	bool kernel = is_kernel(function);
 
 	if (!kernel && !mpsd_made_learn(function))
-		mpsd_line_opaque("a function that came by a way that is not followed");
+		mpsd_line_opaque("a function from an untracked API call");
 	if (!can_ask(kernel))
 		return CUDA_ERROR_NOT_SUPPORTED;
 	for (*count = 0; *count < MOST_PARAMETERS; ++*count) {
@@ -368,7 +368,7 @@ CUresult mpsd_params_take(const struct mpsd_launch *given, void **parameters, vo
 	return result;
 }
 
-#define PINNED "a kernel that may write pinned memory of the host"
+#define PINNED "a kernel that may write pinned host memory"
 
 /* What is said stays. */
 const char *mpsd_params_why_pinned(CUfunction function)

@@ -48,14 +48,14 @@ static CUresult copy_now(CUdeviceptr to, CUcontext to_context, CUdeviceptr from,
 CUresult make_cuMemcpyPeer(CUdeviceptr dstDevice, CUcontext dstContext, CUdeviceptr srcDevice, CUcontext srcContext,
 			   size_t ByteCount)
 {
-	look(dstContext, srcContext, "cuMemcpyPeer of two contexts");
+	look(dstContext, srcContext, "cuMemcpyPeer between two contexts");
 	return copy_now(dstDevice, dstContext, srcDevice, srcContext, ByteCount);
 }
 
 CUresult work_cuMemcpyPeer(CUdeviceptr dstDevice, CUcontext dstContext, CUdeviceptr srcDevice, CUcontext srcContext,
 			   size_t ByteCount)
 {
-	if (!look(dstContext, srcContext, "cuMemcpyPeer of two contexts"))
+	if (!look(dstContext, srcContext, "cuMemcpyPeer between two contexts"))
 		return copy_now(dstDevice, dstContext, srcDevice, srcContext, ByteCount);
 	return submit(dstDevice, srcDevice, dstContext, ByteCount, CU_STREAM_LEGACY, true);
 }
@@ -72,14 +72,14 @@ static CUresult copy(CUdeviceptr to, CUcontext to_context, CUdeviceptr from, CUc
 CUresult make_cuMemcpyPeerAsync(CUdeviceptr dstDevice, CUcontext dstContext, CUdeviceptr srcDevice,
 				CUcontext srcContext, size_t ByteCount, CUstream hStream)
 {
-	look(dstContext, srcContext, "cuMemcpyPeerAsync of two contexts");
+	look(dstContext, srcContext, "cuMemcpyPeerAsync between two contexts");
 	return copy(dstDevice, dstContext, srcDevice, srcContext, ByteCount, hStream);
 }
 
 CUresult work_cuMemcpyPeerAsync(CUdeviceptr dstDevice, CUcontext dstContext, CUdeviceptr srcDevice,
 				CUcontext srcContext, size_t ByteCount, CUstream hStream)
 {
-	if (!look(dstContext, srcContext, "cuMemcpyPeerAsync of two contexts"))
+	if (!look(dstContext, srcContext, "cuMemcpyPeerAsync between two contexts"))
 		return copy(dstDevice, dstContext, srcDevice, srcContext, ByteCount, hStream);
 	return submit(dstDevice, srcDevice, dstContext, ByteCount, hStream, false);
 }

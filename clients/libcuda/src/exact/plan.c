@@ -17,7 +17,7 @@ static CUresult plan_for(const struct mpsd_op *op, void *with)
 	case MPSD_OP_COPY:
 		/* What the old copy writes there nothing ends that takes the GPU's memory from it. */
 		if (op->copy.is_from_host && op->copy.is_for_host && mpsd_is_pinned((const void *)op->copy.to))
-			mpsd_epoch_unsure("a copy within the host's memory");
+			mpsd_epoch_unsure("a copy within host memory");
 		return op->copy.way == MPSD_COPY_OUT ? CUDA_SUCCESS : mpsd_rows_save(op, plan);
 	case MPSD_OP_SET:
 		if (op->set.is_outside)

@@ -32,7 +32,7 @@ static struct known_point *used_point(CUevent event)
 		(*place)->event = event;
 		(*place)->epoch = mpsd_epoch.number;
 	} else {
-		__atomic_store_n(&mpsd_epoch.unsure, "no host memory", __ATOMIC_RELAXED);
+		__atomic_store_n(&mpsd_epoch.unsure, "out of host memory", __ATOMIC_RELAXED);
 	}
 	return *place;
 }

@@ -171,14 +171,14 @@ static void read_all(void)
 	unsigned long wrong;
 
 	if (!file) {
-		mpsd_say(VARIABLE ": %s: %s; all that kernels may write is saved", path, strerror(errno));
+		mpsd_say(VARIABLE ": %s: %s; snapshots cover all memory that kernels may write", path, strerror(errno));
 		return;
 	}
 	wrong = read_file(file);
 	fclose(file);
 	if (wrong) {
 		forget_all();
-		mpsd_say(VARIABLE ": %s: line %lu is none that validation writes; all that kernels may write is saved",
+		mpsd_say(VARIABLE ": %s: line %lu is invalid; snapshots cover all memory that kernels may write",
 			 path, wrong);
 	}
 	mpsd_readers_any = !wrong;
@@ -193,7 +193,7 @@ void mpsd_readers_start(bool is_validated)
 	/* A program may change its folder, and its environment. */
 	path = *given == '/' ? strdup(given) : NULL;
 	if (!path) {
-		mpsd_say(VARIABLE ": no absolute path; all that kernels may write is saved");
+		mpsd_say(VARIABLE ": not an absolute path; snapshots cover all memory that kernels may write");
 		return;
 	}
 	learns = is_validated;
@@ -347,9 +347,9 @@ static void write_all(void)
 		wrong = read_file(before);
 	}
 	if (wrong)
-		mpsd_say(VARIABLE ": %s: line %lu is none that validation writes; it is left as it is", path, wrong);
+		mpsd_say(VARIABLE ": %s: line %lu is invalid; the file is not changed", path, wrong);
 	else if (!before || !replace())
-		mpsd_say(VARIABLE ": %s: %s; what was seen is lost", path, strerror(errno));
+		mpsd_say(VARIABLE ": %s: %s; the results of validation are not saved", path, strerror(errno));
 	else
 		has_failed = false;
 	pthread_mutex_unlock(&lock);

@@ -63,7 +63,7 @@ CUresult mpsd_epoch_come_after_reads(const struct mpsd_op *op)
 			result = mpsd_epoch_observed();
 	}
 	if (result == CUDA_ERROR_NOT_READY) {
-		mpsd_epoch_unsure("a copy into what is still to be read");
+		mpsd_epoch_unsure("a copy into memory that an earlier operation still reads");
 		result = CUDA_SUCCESS;
 	}
 	return result;

@@ -84,12 +84,12 @@ static struct mpsd_op *take(void)
 	return op;
 }
 
-#define LATE "a launch that was refused late"
+#define LATE "a launch that the driver refused after the call had returned"
 
 /* One of that shape was accepted before: memory is short, or the like. */
 static void be_missing(const char *who, CUresult result)
 {
-	mpsd_say("%s refused a launch (error %d) after the program went on: its next wait fails", who, (int)result);
+	mpsd_say("%s refused a launch (error %d) after the call had returned: the program's next synchronisation fails", who, (int)result);
 	mpsd_epoch_unsure(LATE);
 	mpsd_work_missing();
 }
@@ -139,7 +139,7 @@ static bool give(struct mpsd_op *op, uint64_t moves, CUresult entered)
 	if (how == REFUSED)
 		be_missing("the driver", result);
 	else if (state & MPSD_OP_IS_SKIPPED)
-		be_missing("the next copy of the driver", CUDA_ERROR_UNKNOWN);
+		be_missing("the next driver instance", CUDA_ERROR_UNKNOWN);
 	if (!is_counted)
 		mpsd_work_given_late();
 	if (how != PUT_BACK)

@@ -186,7 +186,7 @@ static void start(void)
 	} else if (!mpsd_thread_start(run, NULL)) {
 		atomic_store(&mpsd_relay_on, false);
 		atomic_store(&is_over, true);
-		mpsd_say("no thread that gives launches: each thread gives its own");
+		mpsd_say("no launch thread: threads of the program call the driver themselves; raise TasksMax or ulimit -u");
 	}
 }
 

@@ -298,7 +298,7 @@ static void move(const char *why_not, struct mpsd_replayed *replayed)
 			replayed->unsure = await_fence();
 		/* Of a context that is lost already: the epoch stays, for the next move. */
 		if (result != CUDA_SUCCESS && !mpsd_is_loss(result) && !replayed->unsure)
-			replayed->unsure = "it cannot be done again";
+			replayed->unsure = "the work cannot be replayed";
 	}
 	if (replayed->unsure)
 		give_up(has_begun);
@@ -307,7 +307,7 @@ static void move(const char *why_not, struct mpsd_replayed *replayed)
 
 void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 {
-	const char *why_not = may ? NULL : "nobody knows whose fault it was";
+	const char *why_not = may ? NULL : "the offender is unknown";
 
 	*replayed = (struct mpsd_replayed){ 0 };
 	mpsd_word_take(&mpsd_exact_lock);

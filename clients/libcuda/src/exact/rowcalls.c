@@ -143,7 +143,7 @@ static CUresult submit(struct mpsd_op *op, const struct mpsd_rows *rows)
 /* The driver's own answer; in another copy the handle of an array would lead astray. */
 static CUresult copy_of_array(const struct mpsd_op *op)
 {
-	mpsd_line_opaque("a copy of rows with an array");
+	mpsd_line_opaque("a 2D or 3D copy with a CUDA array");
 	return mpsd_tables()->moves ? CUDA_ERROR_NOT_SUPPORTED : mpsd_answered(mpsd_op_issue(op));
 }
 

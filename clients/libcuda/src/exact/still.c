@@ -254,7 +254,7 @@ static CUresult come(uint64_t number, const char **why)
 		if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY)
 			return result;
 		if (now - began > mpsd_wish()->patience_ns) {
-			*why = "memory that was not saved could not be looked at in time";
+			*why = "memory without a snapshot could not be checked in time";
 			return CUDA_SUCCESS;
 		}
 		sched_yield();
@@ -300,6 +300,6 @@ CUresult mpsd_still_check(const char **why)
 	if (result != CUDA_SUCCESS || *why || !mpsd_sums_differ())
 		return result;
 	is_wrong = true;
-	*why = "a kernel wrote what it was only seen to read (MPSD_FAILOVER_READS)";
+	*why = "a kernel wrote memory that it only read during validation (MPSD_FAILOVER_READS)";
 	return CUDA_SUCCESS;
 }

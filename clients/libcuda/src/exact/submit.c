@@ -205,7 +205,7 @@ static CUresult put(struct mpsd_op *op, uint64_t moves, struct mpsd_ahead *ahead
 	if (!op->lane) {
 		mpsd_op_free(op);
 		if (!left)
-			mpsd_exact_fail("more streams than there are lanes");
+			mpsd_exact_fail("more streams than per-stream logs");
 		return MPSD_AGAIN;
 	}
 	result = make_ready(op, full);

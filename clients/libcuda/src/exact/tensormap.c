@@ -15,7 +15,7 @@ static CUresult look(CUresult result, const CUtensorMap *map, const void *addres
 	for (size_t at = 0; !is && at < sizeof(*map); at += sizeof(address))
 		is = !memcmp(bytes + at, &address, sizeof(address));
 	if (!is)
-		mpsd_exact_fail("a tensor map whose address cannot be told");
+		mpsd_exact_fail("a tensor map with an unknown address");
 	return result;
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 /*
- * MPSD_FAILOVER_VALIDATE=1: whether what operations write is what is saved before them. After each one the GPU comes
+ * MPSD_FAILOVER=validate: whether what operations write is what is saved before them. After each one the GPU comes
  * to rest, and every page of the window is compared with what it was (by sums: pages.c). A page that changed and was not
  * saved is an operation's that follows pointers which its parameters do not show; a variable of a module that changed
  * (globals.c) is not carried over. For tests of programs: each operation costs a look at all of the program's memory.
@@ -69,7 +69,7 @@ static const char *name_of(const struct mpsd_op *op)
 void mpsd_validate_end(const char *why)
 {
 	if (is_on && !atomic_exchange(&is_over, true))
-		mpsd_say("validation ends here: %s", why);
+		mpsd_say("validation stopped: %s", why);
 }
 
 /* Each is named once. */
@@ -85,18 +85,26 @@ static bool is_news(const struct mpsd_op *op, struct names *list)
 	return true;
 }
 
-/* The kernels of it, as named.c reads them. */
-static void say_names(const char *variable, const struct names *list)
+static void write_names(FILE *text, const char *kind, const struct names *list)
+{
+	for (unsigned int i = 0; i < list->count; i++)
+		if (!strchr(list->names[i], ' '))
+			fprintf(text, "%s%s:%s", ftell(text) ? "," : "", kind, list->names[i]);
+}
+
+/* As named.c reads them. */
+static void say_names(void)
 {
 	char *line = NULL;
 	size_t size = 0;
 	FILE *text = open_memstream(&line, &size);
 
-	for (unsigned int i = 0; text && i < list->count; i++)
-		if (!strchr(list->names[i], ' '))
-			fprintf(text, "%s%s", ftell(text) ? "," : "", list->names[i]);
+	if (text) {
+		write_names(text, "unsure", &writers);
+		write_names(text, "opaque", &keepers);
+	}
 	if (text && !fclose(text) && size)
-		mpsd_say("so that it is told in place of being wrong: %s=%s", variable, line);
+		mpsd_say("to make fail-over report these kernels instead of replaying them: MPSD_FAILOVER_KERNELS=%s", line);
 	free(line);
 }
 
@@ -114,7 +122,7 @@ static void tell_page(const struct mpsd_op *op, uint64_t address)
 	mpsd_stats->validate_strays++;
 	note_first(op, NULL);
 	if (is_news(op, &writers))
-		mpsd_say("%s writes at 0x%llx, where its parameters do not lead: it cannot be undone", name_of(op),
+		mpsd_say("%s writes at 0x%llx, which its parameters do not reach: the write cannot be rolled back", name_of(op),
 			 (unsigned long long)address);
 }
 
@@ -123,7 +131,7 @@ static void tell_variable(const struct mpsd_op *op, const char *variable)
 	mpsd_stats->validate_variables++;
 	note_first(op, variable);
 	if (is_news(op, &keepers))
-		mpsd_say("%s writes a variable of its module, %s, which is not carried over", name_of(op), variable);
+		mpsd_say("%s writes the module variable %s, which fail-over does not preserve", name_of(op), variable);
 }
 
 /* What the program maps itself is there to be read when it has said who may. */
@@ -230,7 +238,7 @@ static bool look(const struct mpsd_op *op)
 	if (result != CUDA_SUCCESS && !mpsd_is_loss(result) && !mpsd_is_left()) {
 		char why[64];
 
-		snprintf(why, sizeof(why), "its look at the memory failed (%d)", result);
+		snprintf(why, sizeof(why), "reading the memory failed (%d)", result);
 		mpsd_validate_end(why);
 	}
 	return result == CUDA_SUCCESS;
@@ -321,14 +329,13 @@ void mpsd_validate_report(void)
 	const struct mpsd_stats *found = mpsd_stats;
 
 	if (is_on)
-		mpsd_say("validated%s: %llu operations, %llu pages written where no parameter leads, %llu writes of modules' variables; "
-			 "not looked at: %llu operations that cannot be undone, %llu images of code",
-			 is_over ? " until it ended early" : "", (unsigned long long)found->validated,
+		mpsd_say("validated%s: %llu operations, %llu pages written outside parameters, %llu writes of module variables; "
+			 "not checked: %llu operations that cannot be rolled back, %llu code images",
+			 is_over ? " until validation stopped" : "", (unsigned long long)found->validated,
 			 (unsigned long long)found->validate_strays, (unsigned long long)found->validate_variables,
 			 (unsigned long long)found->validate_unsure, (unsigned long long)found->validate_unread);
 	mpsd_readers_keep(true);
-	say_names("MPSD_FAILOVER_UNSURE", &writers);
-	say_names("MPSD_FAILOVER_OPAQUE", &keepers);
+	say_names();
 	/* What ends from here on ends with the program. */
 	is_on = false;
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Whether what operations write is what was saved before them (MPSD_FAILOVER_VALIDATE). */
+/* Whether what operations write is what was saved before them (MPSD_FAILOVER=validate). */
 #pragma once
 
 #include "exact/state.h"

@@ -43,7 +43,7 @@ void mpsd_params_follow_variables(struct mpsd_op *op)
 		if (!mpsd_is_variable(word))
 			continue;
 		if (!is_left_over(op, at, word))
-			mpsd_line_opaque("a kernel that is given a module's variable");
+			mpsd_line_opaque("a kernel with a module variable as parameter");
 		word = mpsd_address(word);
 		memcpy(op->launch.buffer + at, &word, sizeof(word));
 	}

@@ -38,11 +38,11 @@ static CUresult note(CUstream stream, CUstreamAttrID attribute, const CUstreamAt
 		if (atomic_load(&mpsd_moves) != moves)
 			return MPSD_AGAIN;
 		return mpsd_line_made(CUDA_SUCCESS,
-				      "attributes of a stream that came by a way that is not followed");
+				      "attributes of a stream from an untracked API call");
 	}
 	kept = malloc(sizeof(*kept));
 	if (!kept)
-		return mpsd_line_made(CUDA_SUCCESS, "no host memory");
+		return mpsd_line_made(CUDA_SUCCESS, "out of host memory");
 	memcpy(kept, value, sizeof(*kept));
 	record.attribute = kept;
 	if (mpsd_made_set(&record, moves))

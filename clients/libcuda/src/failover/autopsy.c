@@ -2,8 +2,8 @@
 /*
  * After an SM exception every libcuda of the domain looks at all SMs for what happened, and clears that: again and
  * again, for long where a program is a large one, under the locks that every other process's context, allocation and
- * unmapping needs, and the programs' own way out of there too (-moves-programs-autopsy). A program that is moved does
- * not want to know. So its copy is told that this is not supported, at once if the program is on its way, and
+ * unmapping needs, and the programs' own way out of there too (mpsd/docs/mechanisms-failover.md). A program that is
+ * moved does not want to know. So its copy is told that this is not supported, at once if the program is on its way, and
  * otherwise when it is; who is not moved in time is let through, and learns what happened, who is left behind for having
  * made the fault later than the others. So is who still asks when those have long gone on: a thread of the program's may
  * sit in that copy until it knows.
@@ -17,13 +17,13 @@
 #include <sys/ioctl.h>
 
 #include "clock.h"
+#include "debug.h"
 #include "failover/cut.h"
 #include "failover/descriptors.h"
 #include "failover/line.h"
 #include "failover/manager.h"
 #include "failover/owned.h"
 #include "failover/remains.h"
-#include "limits.h"
 #include "uvm.h"
 
 #define NOT_SUPPORTED 0x56u
@@ -134,6 +134,6 @@ void *mpsd_autopsy_ioctl(unsigned int number)
 	};
 
 	_Static_assert(sizeof(own) / sizeof(*own) == MPSD_COPY_NUMBERS, "each copy has its own");
-	atomic_store(&wait_ns, mpsd_read_number("MPSD_FAILOVER_AUTOPSY_MS", WAIT_MS, 1, 0, 60000) * 1000000);
+	atomic_store(&wait_ns, mpsd_debug_number(MPSD_DEBUG_AUTOPSY_MS, WAIT_MS, 1, 0, 60000) * 1000000);
 	return (void *)own[number];
 }

@@ -9,7 +9,7 @@
  * After a trap or a breakpoint nothing is kept. But who made it has its error before the driver resets the channels, and
  * its copy does not look at the SMs at all, as those of all others do before they say what they have met.
  *
- * Both were seen on an H200 (faultinject/reports, "Whose code it was").
+ * Both were seen on an H200 (mpsd/docs/mechanisms-failover.md).
  */
 #include "failover/blame.h"
 

@@ -22,7 +22,7 @@
 #define FENCE_MS 1000
 #define FIRST_NAME ((CUmemGenericAllocationHandle)0x6d707364 << 32)	/* no handle of a driver's was seen there */
 
-const char mpsd_vmm_outside[] = "memory that is mapped by the program itself, and not in a window";
+const char mpsd_vmm_outside[] = "memory that the program maps outside a window";
 
 static struct mpsd_block *blocks[MPSD_VMM_BUCKETS];
 
@@ -161,7 +161,7 @@ CUresult make_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, con
 			return MPSD_AGAIN;
 		is = note_block(handle, prop);
 		mpsd_vmm_leave(result);
-		return is ? result : mpsd_line_made(result, "memory of the program's that cannot be exported");
+		return is ? result : mpsd_line_made(result, "memory that cannot be exported");
 	}
 	if (result == CUDA_ERROR_OUT_OF_MEMORY || result == MPSD_AGAIN || mpsd_is_loss(result))
 		return result;

@@ -7,7 +7,7 @@
 #include "failover/line.h"
 #include "failover/nodes.h"
 
-#define NOT_FOLLOWED "a graph that came by a way that is not followed"
+#define NOT_FOLLOWED "a graph from an untracked API call"
 
 static uint64_t moves_now(void)
 {
@@ -81,7 +81,7 @@ CUgraphNode mpsd_node_name(CUgraph graph, CUgraphNode native, unsigned int hint)
 		name = made->graph->nodes[number].name;
 	mpsd_made_unlock();
 	if (made && !is)
-		mpsd_line_made(CUDA_SUCCESS, "a graph's node that came by a way that is not followed");
+		mpsd_line_made(CUDA_SUCCESS, "a graph node from an untracked API call");
 	if (!is_new || note_name(graph, number, &name, moves_now()) != CUDA_SUCCESS)
 		return name;
 	mpsd_made_lock();
@@ -100,7 +100,7 @@ CUresult make_cuGraphCreate(CUgraph *phGraph, unsigned int flags)
 
 	if (graph || result != CUDA_SUCCESS)
 		return mpsd_graph_note(result, MPSD_MADE_GRAPH, (void **)phGraph, graph, 0, moves);
-	return mpsd_line_made(result, "a graph that there is no memory for");
+	return mpsd_line_made(result, "a graph for which host memory is missing");
 }
 
 /* Nodes added */
@@ -284,7 +284,7 @@ CUresult make_cuGraphAddDependencies_v2(CUgraph hGraph, const CUgraphNode *from,
 		return CUDA_ERROR_INVALID_VALUE;
 	if (mpsd_edges_are_plain(edgeData, numDependencies))
 		return depend(hGraph, from, to, numDependencies);
-	mpsd_line_opaque("a graph's edges that say more than what comes after what");
+	mpsd_line_opaque("graph edges with data (CUgraphEdgeData)");
 	if (moves_now())
 		return CUDA_ERROR_NOT_SUPPORTED;
 	result = inner_cuGraphAddDependencies_v2(hGraph, from, to, edgeData, numDependencies);

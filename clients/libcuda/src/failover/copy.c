@@ -65,7 +65,7 @@ static int own_bind(int fd, const struct sockaddr *address, socklen_t length)
 
 /*
  * After an exception of a kernel the GPU stands still for as long as its channels are looked through, half a
- * millisecond each (faultinject/reports, -stall). A context has 15 under MPS, 12 of them for copies in four
+ * millisecond each (faultinject/evidence/mechanisms-failover.md). A context has 15 under MPS, 12 of them for copies in four
  * connections: one that waits in a standby has one, where the program's environment does not say how many.
  */
 static char *instead(const char *name)
@@ -288,8 +288,8 @@ static bool open_one(struct mpsd_copy *copy, const char **why)
 	is_taken[copy->number] = copy->handle != NULL;
 	copy->code = copy->handle && !dlinfo(copy->handle, RTLD_DI_LINKMAP, &map) ? map->l_ld : NULL;
 	if (!copy->code || !write_slots(map, copy->number)) {
-		*why = copy->handle ? "the copy's calls of bind, getenv and mmap cannot be led elsewhere"
-				    : "the copy of the driver does not load";
+		*why = copy->handle ? "bind, getenv and mmap of the second driver instance cannot be redirected"
+				    : "the second driver instance cannot be loaded";
 		mpsd_copy_unload(copy);
 		return false;
 	}
@@ -300,7 +300,7 @@ static bool open_one(struct mpsd_copy *copy, const char **why)
 	for (unsigned int i = 0; i < MPSD_NAMES; i++) {
 		if (!copy->calls[i] == !mpsd_real[i])
 			continue;
-		*why = "the copy is of another driver";
+		*why = "the second driver instance has another driver version";
 		mpsd_copy_unload(copy);
 		return false;
 	}
@@ -310,7 +310,7 @@ static bool open_one(struct mpsd_copy *copy, const char **why)
 bool mpsd_copy_load(struct mpsd_copy *copy, const char *folder, const char **why)
 {
 	*copy = (struct mpsd_copy){ .handle = NULL };
-	*why = "every copy of the driver is in use";
+	*why = "all driver instances are in use";
 	for (int i = 0; i < COPIES; i++) {
 		copy->number = (unsigned int)i + 1;
 		if (is_taken[copy->number])
@@ -319,7 +319,7 @@ bool mpsd_copy_load(struct mpsd_copy *copy, const char *folder, const char **why
 		if (is_free(copy->path))
 			return open_one(copy, why);
 		if (access(copy->path, R_OK))
-			*why = "there is no copy of the driver";
+			*why = "no driver file for a second instance";
 	}
 	return false;
 }

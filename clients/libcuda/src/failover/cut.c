@@ -19,9 +19,9 @@
 #include <unistd.h>
 
 #include "clock.h"
+#include "debug.h"
 #include "failover/copy.h"
 #include "failover/descriptors.h"
-#include "limits.h"
 #include "proxy.h"
 #include "thread.h"
 #include "uvm.h"
@@ -162,7 +162,7 @@ static unsigned int threads_at_first(void)
 	int half = sched_getaffinity(0, sizeof(may), &may) ? 0 : CPU_COUNT(&may) / 2;
 	unsigned int usual = half < 1 ? 1 : half > AT_FIRST ? AT_FIRST : (unsigned int)half;
 
-	return (unsigned int)mpsd_read_number("MPSD_FAILOVER_CUTTERS", usual, 1, 1, MOST_THREADS);
+	return (unsigned int)mpsd_debug_number(MPSD_DEBUG_CUTTERS, usual, 1, 1, MOST_THREADS);
 }
 
 /* The copy's own descriptor, once more: -1: it has none, or it is not known which. */

@@ -28,10 +28,10 @@ static CUresult note_exec(CUresult result, CUgraphExec *exec, struct mpsd_graph 
 {
 	/* Kernels have its handle, and what they launch nobody sees. */
 	if (result == CUDA_SUCCESS && flags & CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH)
-		mpsd_line_opaque("a graph that kernels may launch");
+		mpsd_line_opaque("a graph with device launch");
 	if (graph)
 		return mpsd_graph_note(result, MPSD_MADE_EXEC, (void **)exec, graph, (unsigned int)flags, moves);
-	result = mpsd_line_made(result, "a graph that came by a way that is not followed");
+	result = mpsd_line_made(result, "a graph from an untracked API call");
 	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
@@ -164,7 +164,7 @@ CUresult make_cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGraph, CUgra
 	if (result == CUDA_SUCCESS && graph)
 		return note_change(hGraphExec, graph);
 	mpsd_graph_let_go(graph);
-	result = mpsd_line_made(result, "a graph that came by a way that is not followed");
+	result = mpsd_line_made(result, "a graph from an untracked API call");
 	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
 

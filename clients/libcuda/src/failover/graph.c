@@ -181,7 +181,7 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 	}
 	mpsd_sessions_unlock();
 	if (is && is_opaque && *result == CUDA_SUCCESS)
-		mpsd_line_opaque("a capture with events that are more than edges");
+		mpsd_line_opaque("a capture with external event nodes");
 	return is;
 }
 

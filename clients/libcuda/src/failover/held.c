@@ -20,7 +20,7 @@ void mpsd_made_lock(void)
 
 void mpsd_made_unlock(void)
 {
-	static const char short_of[] = "more handles than there is memory or names for";
+	static const char short_of[] = "more handles than the proxy can track";
 	/* Before a move that waits for the lock goes on. */
 	bool is = is_short && mpsd_opaque_note(short_of);
 

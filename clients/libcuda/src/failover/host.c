@@ -102,7 +102,7 @@ static CUresult note_pages(CUresult result, void *pages, size_t size, unsigned i
 	if (result != CUDA_SUCCESS)
 		return result;
 	if (!pin(pages, size))
-		mpsd_line_opaque("no host memory");
+		mpsd_line_opaque("out of host memory");
 	mpsd_span_widen(&mpsd_pins_span, (uintptr_t)pages, size);
 	if (mpsd_made_add(&record, moves))
 		return result;
@@ -129,7 +129,7 @@ static CUresult own_pages(void **pp, size_t size, unsigned int flags, uint64_t m
 	result = inner_cuMemHostRegister_v2(pages, size, record.flags);
 	record.native = mpsd_made_pages(pages);
 	if (result == CUDA_SUCCESS && !pin(pages, size))
-		mpsd_line_opaque("no host memory");
+		mpsd_line_opaque("out of host memory");
 	mpsd_span_widen(&mpsd_pins_span, (uintptr_t)pages, size);
 	if (result == CUDA_SUCCESS && !mpsd_made_add(&record, moves)) {
 		unregister_again(pages, OWN_PAGES);
@@ -168,7 +168,7 @@ CUresult make_cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
 	CUresult result = inner_cuMemHostRegister_v2(p, bytesize, Flags);
 
 	if (result == CUDA_SUCCESS && Flags & ~(unsigned int)REGISTER_FLAGS)
-		mpsd_line_opaque("cuMemHostRegister of other memory than the process's own");
+		mpsd_line_opaque("cuMemHostRegister of memory that the process does not own");
 	return note_pages(result, p, bytesize, Flags, PROGRAMS, moves);
 }
 
@@ -193,7 +193,7 @@ static bool are_left(CUresult result, void *pages)
 	if (result != CUDA_SUCCESS)
 		left = known_pages(pages);
 	if (left.size && !pin(pages, left.size))
-		mpsd_line_opaque("no host memory");
+		mpsd_line_opaque("out of host memory");
 	return left.size != 0;
 }
 

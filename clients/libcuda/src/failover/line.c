@@ -134,7 +134,7 @@ static bool stand_by(const struct mpsd_failover_message *order)
 		return true;
 	}
 	if (went_for_memory && !mpsd_cost_is_there())
-		return say_unready("there is too little free memory for one", true);
+		return say_unready("too little free GPU memory for a standby context", true);
 	if (!mpsd_standby_offer(generation, order->path, order->text, &why))
 		return say_unready(why, false);
 	atomic_store(&given_up, false);
@@ -153,7 +153,7 @@ static bool have_turn(bool may)
 static bool move(const struct mpsd_failover_message *order)
 {
 	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_STAYED, order->generation,
-								"there is no standby of that generation");
+								"no standby context of that generation");
 	uint64_t began = mpsd_now_ns();
 	struct mpsd_times times;
 	const char *why = NULL;
@@ -210,7 +210,7 @@ static bool obey(const struct mpsd_failover_message *order)
 		mpsd_blame_may_tell(order->values[2] != 0);
 		mpsd_left_may_tell(order->values[3] ? atomic_load(&line) : -1);
 		if (mode != MPSD_FAILOVER_EXACT)
-			mpsd_exact_stop("the daemon's configuration");
+			mpsd_exact_stop("mode keep in the daemon's configuration");
 		return true;
 	case MPSD_FAILOVER_STANDBY:
 		return stand_by(order);
@@ -333,7 +333,7 @@ static void *run(void *unused)
 		mpsd_pause(pause_ms);
 		pause_ms = pause_ms * 2 < LAST_PAUSE_MS ? pause_ms * 2 : LAST_PAUSE_MS;
 	}
-	mpsd_exact_stop("nobody offers it");
+	mpsd_exact_stop("no daemon offers fail-over");
 	return NULL;
 }
 
@@ -384,8 +384,8 @@ static void start(void)
 	(mode == MPSD_FAILOVER_EXACT ? mpsd_exact_start : mpsd_carry_plainly)();
 	atomic_store(&wake, eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
 	if (atomic_load(&wake) < 0 || !mpsd_thread_start(run, NULL)) {
-		mpsd_exact_stop("no thread");
-		mpsd_say("no thread for fail-over: a fault that is not isolated is met as without mpsd");
+		mpsd_exact_stop("no thread for fail-over");
+		mpsd_say("fail-over disabled: cannot create a thread; raise TasksMax or ulimit -u");
 		return;
 	}
 	pthread_atfork(NULL, NULL, in_child);

@@ -103,7 +103,7 @@ CUresult make_cuLinkCreate_v2(unsigned int numOptions, CUjit_option *options, vo
 	if (result != CUDA_SUCCESS || !record.link ||
 	    !keep_options(&record.link->options, numOptions, options, optionValues)) {
 		free(record.link);
-		return mpsd_line_made(result, "a link with many options");
+		return mpsd_line_made(result, "a linker state with too many options");
 	}
 	record.link->last = &record.link->first;
 	record.native = *stateOut;
@@ -132,7 +132,7 @@ static CUresult note_part(CUlinkState name, struct part *part, bool is_whole)
 	mpsd_made_unlock();
 	if (part) {
 		free_part(part);
-		return mpsd_line_made(CUDA_SUCCESS, "a link that came by a way that is not followed");
+		return mpsd_line_made(CUDA_SUCCESS, "a linker state from an untracked API call");
 	}
 	return is ? CUDA_SUCCESS : MPSD_AGAIN;
 }
@@ -147,7 +147,7 @@ static CUresult added(CUresult result, CUlinkState state, struct part given, uns
 		return result;
 	part = malloc(sizeof(*part));
 	if (!part)
-		return mpsd_line_made(result, "a link that there is no memory for");
+		return mpsd_line_made(result, "a linker state for which host memory is missing");
 	*part = given;
 	is_whole = keep_options(&part->options, count, names, values);
 	part->name = name ? strdup(name) : NULL;

@@ -41,7 +41,7 @@ static CUresult note_setting(CUresult result, struct mpsd_made record, uint64_t 
 	if (result != CUDA_SUCCESS)
 		return result;
 	if (!record.of && record.kind >= MPSD_MADE_FUNCTION_ATTRIBUTE && record.kind <= MPSD_MADE_KERNEL_CACHE)
-		return mpsd_line_made(result, "a function that came by a way that is not followed");
+		return mpsd_line_made(result, "a function from an untracked API call");
 	return mpsd_made_set(&record, moves) ? result : MPSD_AGAIN;
 }
 
@@ -207,7 +207,7 @@ static CUresult note_image(CUresult result, enum mpsd_made_kind kind, void **han
 	struct mpsd_made record = { .kind = kind, .device = mpsd_current_device(), .image = image };
 
 	if (result == CUDA_SUCCESS && !image)
-		mpsd_line_opaque("an image of code whose size is unknown");
+		mpsd_line_opaque("a code image of unknown size");
 	result = note(result, record, handle, moves);
 	if (result != CUDA_SUCCESS)
 		mpsd_image_free(image);
@@ -322,7 +322,7 @@ static CUresult note_listed(CUresult result, enum mpsd_made_kind kind, const voi
 	if (result == CUDA_SUCCESS && name)
 		return note_one(result, (struct mpsd_made){ .kind = kind, .listed = true }, of, name, handle, moves);
 	return mpsd_is_loss(result) ? result
-				    : mpsd_line_made(CUDA_SUCCESS, "a list of functions whose names are not known");
+				    : mpsd_line_made(CUDA_SUCCESS, "a list of functions with unknown names");
 }
 
 CUresult make_cuModuleEnumerateFunctions(CUfunction *functions, unsigned int numFunctions, CUmodule mod)

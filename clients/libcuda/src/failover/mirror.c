@@ -48,7 +48,7 @@ static bool reserve(CUdeviceptr base, size_t size)
 
 	if (result == CUDA_SUCCESS && got == base)
 		return true;
-	snprintf(said, sizeof(said), "the copy's window is at 0x%llx, not at 0x%llx (%d)", (unsigned long long)got,
+	snprintf(said, sizeof(said), "the standby context's window is at 0x%llx instead of 0x%llx (%d)", (unsigned long long)got,
 		 (unsigned long long)base, (int)result);
 	if (got)
 		other_cuMemAddressFree(got, size);
@@ -68,7 +68,7 @@ static bool enter_context(CUdevice device)
 	}
 	is = context && context->is_twin && other_cuCtxSetCurrent(context->twin) == CUDA_SUCCESS;
 	mpsd_made_unlock();
-	return is || fails("the device has no context in the standby");
+	return is || fails("the device has no standby context");
 }
 
 static bool map_with(struct arena_range range, int fd, const CUmemAccessDesc *access, size_t accesses)

@@ -16,7 +16,6 @@
 #include "failover/made.h"
 #include "failover/mirror.h"
 #include "launches.h"
-#include "limits.h"
 #include "turn.h"
 #include "windows.h"
 #include "zones.h"
@@ -92,11 +91,11 @@ static bool hold_and_switch(bool *planned, bool may_go_ahead, struct mpsd_times 
 	mpsd_made_lock();
 	/* What was made since is there too: nobody makes anything while a move is on. */
 	is = !mpsd_made_waits() && !mpsd_mirror_fault();
-	*why = is ? MPSD_STILL_WRITES : "something was made meanwhile";
+	*why = is ? MPSD_STILL_WRITES : "an object was created during the fail-over";
 	turn = mpsd_turn_take();
 	if (!mpsd_opaque_begin()) {
 		is = false;
-		*why = "something that cannot come along was made meanwhile";
+		*why = "an object that fail-over cannot preserve was created meanwhile";
 	}
 	is = is && mpsd_fence(may_go_ahead);
 	times->fence_ns = mpsd_fence_ended_ns();
@@ -187,7 +186,7 @@ void mpsd_move_tend(void)
 static void say_missing(const struct mpsd_replayed *replayed)
 {
 	if (replayed->unsure)
-		mpsd_say("moved to a fresh context, with all memory; what was in flight may be missing (%s)",
+		mpsd_say("failed over to a standby context with all memory; results of work in flight may be missing (%s)",
 			 replayed->unsure);
 }
 
@@ -215,7 +214,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	bool is, in_turn, may_go_ahead = mpsd_exact() && !planned && again == MPSD_FAILOVER_AGAIN;
 
 	times->replayed = (struct mpsd_replayed){ 0 };
-	*why = "what was in flight is still to be done again";
+	*why = "the replay of the previous fail-over is not complete";
 	if (planned && waits_for_turn)
 		return false;
 	/* Where nothing is lost, calls go on while a lazy standby is made. */

@@ -7,7 +7,7 @@
 #include "failover/line.h"
 #include "failover/nodes.h"
 
-#define NOT_FOLLOWED "a graph's node of a kind that is not followed"
+#define NOT_FOLLOWED "a graph node of an untracked type"
 
 /* After the driver was told: the program is not carried over, unless nothing came of it. */
 static CUresult passed(CUresult result)

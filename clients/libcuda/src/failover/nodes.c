@@ -273,7 +273,7 @@ CUresult mpsd_node_note(const void *name, unsigned int number, const struct mpsd
 		mpsd_ahead_changed(made);
 	mpsd_made_unlock();
 	if (made && !graph)
-		return mpsd_line_made(CUDA_SUCCESS, "a graph that there is no memory for");
+		return mpsd_line_made(CUDA_SUCCESS, "a graph for which host memory is missing");
 	return is ? CUDA_SUCCESS : MPSD_AGAIN;
 }
 

@@ -81,7 +81,7 @@ CUstream mpsd_own_stream(void)
 		i++;
 	if (i < MOST)
 		return own[i].stream ? own[i].stream : made(&own[i], context);
-	mpsd_line_opaque("CU_STREAM_PER_THREAD in many contexts");
+	mpsd_line_opaque("CU_STREAM_PER_THREAD in too many contexts");
 	return CU_STREAM_PER_THREAD;
 }
 

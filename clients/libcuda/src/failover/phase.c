@@ -9,6 +9,7 @@
 #include "failover/fence.h"
 #include "failover/graph.h"
 #include "failover/line.h"
+#include "failover/lost.h"
 #include "failover/made.h"
 #include "failover/move.h"
 #include "failover/owned.h"
@@ -114,8 +115,10 @@ static bool wait_for_word(uint64_t moves)
 bool mpsd_phase_word(CUresult result, uint64_t moves)
 {
 	mpsd_line_error(result, moves);
-	if (atomic_load(&mpsd_moves) == moves && !wait_for_word(moves))
+	if (atomic_load(&mpsd_moves) == moves && !wait_for_word(moves)) {
+		mpsd_lost_note(result);
 		return false;
+	}
 	settled();
 	return true;
 }
@@ -129,8 +132,10 @@ bool mpsd_carry_again(CUresult result, uint64_t moves)
 		mpsd_line_error(result, moves);
 	mpsd_captures_refused(result);
 	if (atomic_load(&mpsd_moves) == moves &&
-	    (!mpsd_is_loss(result) || !wait_for_word(moves)))
+	    (!mpsd_is_loss(result) || !wait_for_word(moves))) {
+		mpsd_lost_note(result);
 		return false;
+	}
 	return settled() != moves;
 }
 

@@ -2,11 +2,12 @@
 /*
  * The program holds handles of its first copy of the driver, and the CUDA runtime goes on asking that for what it keeps
  * beside a context: it cannot be unloaded, nor may its context be reset. But what it has on the GPU is of no use any more,
- * half a GiB of memory and channels, each of which holds everybody up at the next exception of a kernel (-stall). So the
- * resource manager is asked to free its device, and all that was made in it with it. First UVM lets go of the channels:
- * their numbers are given out again then. Memory that others have too, the vault or the next copy, stays, and so do
- * pages of the host that are mapped. The copy is not told: what it asks for afterwards fails, as all does in a context that
- * is lost. (Seen on an H200: three programs of PyTorch and cuda-bindings went through 80 faults with it, -moves-programs-sm.)
+ * half a GiB of memory and channels, each of which holds everybody up at the next exception of a kernel
+ * (faultinject/evidence/mechanisms-failover.md). So the resource manager is asked to free its device, and all that was
+ * made in it with it. First UVM lets go of the channels: their numbers are given out again then. Memory that others have
+ * too, the vault or the next copy, stays, and so do pages of the host that are mapped. The copy is not told: what it asks
+ * for afterwards fails, as all does in a context that is lost. (Seen on an H200: three programs of PyTorch and
+ * cuda-bindings went through 80 faults with it.)
  *
  * UVM's numbers are those of uvm_ioctl.h.
  */
@@ -19,10 +20,10 @@
 #include <string.h>
 #include <sys/ioctl.h>
 
+#include "debug.h"
 #include "failover/descriptors.h"
 #include "failover/manager.h"
 #include "failover/ownpages.h"
-#include "limits.h"
 #include "proxy.h"
 #include "thread.h"
 #include "uvm.h"
@@ -127,7 +128,7 @@ static void *give_back(void *unused)
 
 bool mpsd_remains_end(void)
 {
-	return !mpsd_read_number("MPSD_FAILOVER_GIVE_BACK", 1, 1, 0, 1) || mpsd_thread_start(give_back, NULL);
+	return !mpsd_debug_number(MPSD_DEBUG_RELEASE, 1, 1, 0, 1) || mpsd_thread_start(give_back, NULL);
 }
 
 void mpsd_remains_child(void)

@@ -96,7 +96,7 @@ static void move(struct mpsd_session *session)
 		return;
 	end_here(session);
 	make_void(session);
-	mpsd_line_opaque("a capture that does not go on");
+	mpsd_line_opaque("a capture that cannot continue after a fail-over");
 }
 
 void mpsd_captures_move(void)

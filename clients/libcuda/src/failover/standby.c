@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "clock.h"
+#include "debug.h"
 #include "failover/ahead.h"
 #include "failover/autopsy.h"
 #include "failover/blame.h"
@@ -22,7 +23,6 @@
 #include "failover/remains.h"
 #include "failover/wish.h"
 #include "failoverwire.h"
-#include "limits.h"
 #include "windows.h"
 #include "zones.h"
 
@@ -95,7 +95,7 @@ static void end_copy(struct mpsd_copy *copy)
 
 static uint64_t due_ns(const struct left *left)
 {
-	uint64_t settle_ns = 1000000 * mpsd_read_number("MPSD_FAILOVER_SETTLE_MS", SETTLE_MS, 1, 0, 60000);
+	uint64_t settle_ns = 1000000 * mpsd_debug_number(MPSD_DEBUG_SETTLE_MS, SETTLE_MS, 1, 0, 60000);
 
 	/* Who is inside the first copy is not counted: it has longer to come out. */
 	return left->ns + settle_ns * (left->copy.handle ? 1 : FIRST_SETTLES);
@@ -227,7 +227,7 @@ static bool start_copy(uint64_t generation, const char *pipe, const char **why)
 
 	fill(mpsd_other, standby.calls);
 	mpsd_copy_pipe(pipe, generation);
-	*why = "cuInit of the copy";
+	*why = "cuInit of the second driver instance";
 	is = other_cuInit(0) == CUDA_SUCCESS && same_version() && mpsd_made_twins(why);
 	mpsd_copy_pipe(NULL, 0);
 	return is;
@@ -283,7 +283,7 @@ static bool would_fit(const char *folder, const char **why)
 	is = same_version();
 	mpsd_standby_no_calls();
 	mpsd_copy_unload(&standby);
-	*why = "the copy is of another driver";
+	*why = "the second driver instance has another driver version";
 	return is;
 }
 

@@ -83,7 +83,7 @@ void mpsd_variable_written(CUdeviceptr address)
 	CUdeviceptr offset;
 
 	if (variable_at(address, &offset))
-		mpsd_line_opaque("a copy into a module's variable");
+		mpsd_line_opaque("a copy into a module variable");
 }
 
 /* Whoever reads one back wants what kernels have put there, or the address of a function, which is this copy's. */
@@ -98,12 +98,12 @@ bool mpsd_variable_read(CUdeviceptr address)
 
 	if (!name)
 		return true;
-	mpsd_line_opaque("a copy from a module's variable");
+	mpsd_line_opaque("a copy from a module variable");
 	made = mpsd_made_look(name);
 	is = !made || !made->of || made->of->since == moves;
 	mpsd_made_looked();
 	if (!is && !atomic_exchange(&said, true))
-		mpsd_say("what kernels had put into a module's variable was lost in a move: it is not read");
+		mpsd_say("refusing to read a module variable: its contents were lost in a fail-over");
 	return is;
 }
 
@@ -167,7 +167,7 @@ CUresult mpsd_variable_put(CUdeviceptr address, const void *bytes, size_t size, 
 		is = size <= variable->size - offset && keep(&variable->parts, bytes, offset, size);
 	pthread_mutex_unlock(&parts_lock);
 	if (!is)
-		mpsd_line_opaque("a copy into a module's variable");
+		mpsd_line_opaque("a copy into a module variable");
 	return mpsd_made_again(name, mpsd_tables()->moves) ? CUDA_SUCCESS : MPSD_AGAIN;
 }
 
@@ -299,8 +299,8 @@ static CUresult note(struct mpsd_made *record, CUdeviceptr *dptr, uint64_t moves
 	*dptr = (CUdeviceptr)record->name;
 	/* A name that is no address of the GPU's has no room for what comes after its first byte. */
 	if (mpsd_spare_is(record->name) || lies_in_another(*dptr, record->size))
-		result = mpsd_line_made(result, "a module's variable where another thing was");
-	return know(*dptr, record->size) ? result : mpsd_line_made(result, "more variables of modules than are kept");
+		result = mpsd_line_made(result, "a module variable at the address of another object");
+	return know(*dptr, record->size) ? result : mpsd_line_made(result, "more module variables than the proxy can track");
 }
 
 static CUresult ask(const void *of, const char *name, CUdeviceptr *dptr, size_t *bytes, bool library)
@@ -323,7 +323,7 @@ static CUresult ask(const void *of, const char *name, CUdeviceptr *dptr, size_t 
 	mpsd_made_unlock();
 	/* The host goes on with the pages of the copy that it got them from. */
 	if (inner_cuPointerGetAttribute(&is_managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, address) == CUDA_SUCCESS && is_managed)
-		mpsd_line_opaque("a managed variable of a module");
+		mpsd_line_opaque("a managed module variable");
 	record.text = record.of && address ? strdup(name) : NULL;
 	result = record.text ? note(&record, &address, moves) : CUDA_SUCCESS;
 	if (result != CUDA_SUCCESS)

@@ -162,7 +162,7 @@ static void note_access(struct mpsd_mapped *mapped, const CUmemAccessDesc *desc)
 					 mapped->access[at].location.id != desc->location.id))
 		at++;
 	if (at == MPSD_MOST_ACCESSES) {
-		mpsd_line_opaque("memory of the program's that many devices may access");
+		mpsd_line_opaque("memory that too many devices may access");
 		return;
 	}
 	mapped->access[at] = *desc;

@@ -1,0 +1,1 @@
+"""Attacks of a second user on the clients, domains and sockets of a first one."""

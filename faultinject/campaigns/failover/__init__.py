@@ -1,0 +1,1 @@
+"""Faults that mpsd cannot isolate, one after another, beside the same programs, which fail over."""

@@ -1,0 +1,1 @@
+"""Measurements on a GPU that the design rests on: `python -m faultinject.campaigns.measure --out DIR`."""

@@ -1,1 +1,0 @@
-"""Faults that nothing isolates, one after another, into the same programs, which go on in a second domain."""

@@ -1,1 +1,0 @@
-"""Measurements on a real GPU that the design rests on: `python -m faultinject.measure --out DIR`."""

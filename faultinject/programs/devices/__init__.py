@@ -1,0 +1,1 @@
+"""The GPU of the worker programs: real, simulated, or the stand-in driver."""

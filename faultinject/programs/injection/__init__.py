@@ -1,0 +1,1 @@
+"""How the offender commits each fault."""

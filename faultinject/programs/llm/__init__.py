@@ -1,0 +1,1 @@
+"""A small LLM server with continuous batching, and its models."""

@@ -1,0 +1,1 @@
+"""Workloads that use cuda-bindings."""

@@ -1,0 +1,1 @@
+"""The operations that answer requests, the status view, privacy and doctor."""

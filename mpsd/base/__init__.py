@@ -1,0 +1,1 @@
+"""Values and errors that every package shares: no I/O except standard output and the log."""

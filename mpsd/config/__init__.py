@@ -1,0 +1,1 @@
+"""The configuration: its schema, its reader, the directories that follow from it."""

@@ -1,0 +1,1 @@
+"""Fail-over decisions: participants, offers, moves, serial replay, attribution. Pure."""

@@ -1,0 +1,99 @@
+"""Offender by program counter: which participant's code contains the instruction that raised an exception.
+
+An SM keeps the program counter of a warp that raised an exception. Clients of the faulted server may read it,
+and each participant reports whether that address is in its own code (mpsd/docs/proxy-offender.md). Each
+report is a program's claim about itself. The offender is named if all clients of the domain were told to
+move, all have reported, exactly one claims the exception, and all others deny it. The offender then does not
+replay, and all others replay at once.
+
+If a report is missing because the search took too long, or if several programs claim the exception (forked
+programs have their code at the same addresses), serialreplay.py decides by the reports that there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpsd.base.model import Confidence, ExceptionOwner, ProcessInstance, ReplayMode
+from mpsd.core.draft import Draft
+from mpsd.core.failover import outcomes, plan, serialreplay
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import FailoverRecord, Outcome, ParticipantOutcome, Standing, Turn
+from mpsd.core.faults import attribution as at
+from mpsd.core.faults import recording
+from mpsd.core.faults.records import Evidence, FaultRecord, Source
+
+IN_ITS_CODE = "the exception was in its own code"
+
+
+def on_found_code(draft: Draft, event: mev.MemberFoundCode) -> None:
+    """Store the finding of a participant that is moving and will wait for its turn."""
+    participant = draft.state.members.get(event.process)
+    record = outcomes.latest_of(draft.state, event.process)
+    moves = (
+        participant is not None
+        and participant.standing is Standing.MOVING
+        and participant.again is ReplayMode.IN_TURN
+    )
+    if participant is None or record is None or not moves or participant.generation != event.generation:
+        draft.count("failover_words_ignored")
+        return
+    draft.put_participant(replace(participant, whose=event.whose))
+    outcomes.revise(draft, record, event.process, whose=event.whose)
+
+
+def settle(draft: Draft, process: ProcessInstance) -> None:
+    """Name the offender if the reports allow it, now that this program has moved and waits for its turn."""
+    record = outcomes.last_of(draft.state, process)
+    told = [f for f in record.fates if f.outcome is not Outcome.NOT_TOLD] if record is not None else []
+    claims = [f.process for f in told if f.whose is ExceptionOwner.OWN]
+    participant = draft.state.members.get(claims[0]) if len(claims) == 1 else None
+    if record is None or participant is None or not all(_denies(f, participant.process) for f in told):
+        return
+    # `among`: every client of the domain was told to move. A participant that had its turn is cleared.
+    if not (participant.among and participant.turn is Turn.WAITS and participant.home == record.to):
+        return
+    fault = _unnamed(draft, record)
+    # Search the suspects of then: a program that has moved may no longer be a client of that domain.
+    there = (
+        (p for p in fault.suspects if p.id.process == participant.process) if fault is not None else iter(())
+    )
+    party = next(there, None)
+    if party is None or fault is None:
+        return
+    offender = participant.process
+    known = replace(
+        fault,
+        offender=party,
+        confidence=Confidence.LIKELY,
+        suspects=(),
+        victims=tuple(v for v in fault.victims if v.id.process != offender),
+    )
+    sign = Evidence(
+        Source.PROCESS,
+        draft.now,
+        f"{IN_ITS_CODE}, by its own report, and in no other code by the reports of all others",
+    )
+    recording.revise(draft, fault, at.add_evidence(known, sign))
+    draft.count("failover_named_by_code")
+    plan.named(draft, record.domain, offender)
+    if not draft.state.policy.evict_offender:
+        return
+    for entry in record.fates:
+        # The offender is known, so no other participant waits for a turn.
+        other = draft.state.members.get(entry.process)
+        if other is not None:
+            draft.put_participant(replace(other, among=False, named=other.process == offender))
+    serialreplay.end_turn(draft, offender)
+    serialreplay.replay_together(draft, record.to)
+
+
+def _denies(entry: ParticipantOutcome, offender: ProcessInstance) -> bool:
+    return entry.process == offender or (
+        entry.outcome is Outcome.MOVED and entry.whose is ExceptionOwner.OTHERS
+    )
+
+
+def _unnamed(draft: Draft, record: FailoverRecord) -> FaultRecord | None:
+    faults = at.open_for(draft.state, record.domain, draft.now)
+    return next((f for f in faults if f.offender is None and plan.is_sm_exception(f)), None)

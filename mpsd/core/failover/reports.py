@@ -1,0 +1,194 @@
+"""Reports of fail-over participants about themselves (mpsd/docs/proxy-failover.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpsd.base.model import ExceptionOwner, FailoverMode, ProcessInstance, Reclaimable
+
+
+@dataclass(frozen=True, slots=True)
+class MemberCame:
+    """A program said HELLO.
+
+    `generation`: of the standby domain in which it lives by now; 0: its first context. `fences`: it accepts
+    the daemon's message that its old domain writes no more. `gives`: it can be asked to release memory that
+    it keeps for fail-over only.
+    """
+
+    process: ProcessInstance
+    uid: int
+    mode: FailoverMode
+    generation: int = 0
+    fences: bool = False
+    gives: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRestored:
+    """A participant known to an earlier daemon, which has not connected again yet."""
+
+    process: ProcessInstance
+    uid: int
+    mode: FailoverMode
+    home: str
+    left_behind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLeft:
+    """The connection of a participant has ended."""
+
+    process: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
+class MemberReady:
+    """A standby context is ready. `after_ns`: time to make it; `bytes`: its GPU memory."""
+
+    process: ProcessInstance
+    generation: int
+    after_ns: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberUnready:
+    """A standby context could not be made. `for_memory`: for lack of memory, so a later attempt may
+    succeed."""
+
+    process: ProcessInstance
+    generation: int
+    reason: str
+    for_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemberOpaque:
+    """The program made an object that cannot be carried over. `name`: the driver function that made it."""
+
+    process: ProcessInstance
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberUnsure:
+    """The program made a call that cannot be rolled back or replayed."""
+
+    process: ProcessInstance
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberWantsMemory:
+    """An allocation (`number`) of `wanted` bytes would fail. `free`: free bytes, as the program reports."""
+
+    process: ProcessInstance
+    wanted: int
+    free: int
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberReleasedMemory:
+    """The program released this many bytes of the kind that it was asked for."""
+
+    process: ProcessInstance
+    bytes: int
+    spared: Reclaimable
+
+
+@dataclass(frozen=True, slots=True)
+class MemberError:
+    """The program reports an error of its own context."""
+
+    process: ProcessInstance
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberMoved:
+    """The program continues in the standby domain of this generation. Times since it was told.
+
+    `missing`: why work in flight may be missing or half done; empty if none is. `waits`: it holds its calls
+    for its turn, and the `replayed` operations are replayed then; they took `takes_ns` before (0: not
+    reported). `new_s`: time from the first launch of its newest kernel until its calls were held [s]; None:
+    not reported.
+    """
+
+    process: ProcessInstance
+    generation: int
+    held_ns: int = 0
+    fence_ns: int = 0
+    first_ns: int = 0
+    restored: int = 0
+    replayed: int = 0
+    missing: str = ""
+    waits: bool = False
+    takes_ns: int = 0
+    new_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFoundCode:
+    """The program's finding about the code that raised the exception. MemberMoved follows."""
+
+    process: ProcessInstance
+    generation: int
+    whose: ExceptionOwner
+
+
+@dataclass(frozen=True, slots=True)
+class MemberPages:
+    """Pages [start, end) that an abandoned driver instance shared with the GPU; start = end: none.
+
+    `anew`: pages reported before are void.
+    """
+
+    process: ProcessInstance
+    anew: bool
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberDone:
+    """The program's turn in the domain of this generation is over, or it gave the turn up (`missing`).
+
+    `runs_on`: its replay has not ended yet; a further report follows when it has.
+    """
+
+    process: ProcessInstance
+    generation: int
+    restored: int = 0
+    replayed: int = 0
+    missing: str = ""
+    runs_on: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStayed:
+    """The program did not move; `reason` says why."""
+
+    process: ProcessInstance
+    generation: int
+    reason: str
+
+
+MemberEvent = (
+    MemberCame
+    | MemberRestored
+    | MemberLeft
+    | MemberReady
+    | MemberUnready
+    | MemberOpaque
+    | MemberUnsure
+    | MemberWantsMemory
+    | MemberReleasedMemory
+    | MemberError
+    | MemberMoved
+    | MemberFoundCode
+    | MemberPages
+    | MemberDone
+    | MemberStayed
+)

@@ -1,0 +1,1 @@
+"""Fault classification, attribution and records. Pure: no I/O, no clock, no threads."""

@@ -1,0 +1,60 @@
+"""The sources of Xids and of the kernel log, on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from mpsd.base.conditions import Code, Condition
+from mpsd.base.errors import MpsdError
+from mpsd.base.model import Gpu, KernelXid, NvmlXid
+from mpsd.core import events as ev
+from mpsd.gpu.base import Backend, KernelLog, XidSource
+
+
+class FaultSources:
+    """The available sources. A missing one is a condition, not an error."""
+
+    def __init__(self, backend: Backend, gpus: Sequence[Gpu], post: Callable[[ev.Event], None]) -> None:
+        self.conditions: list[Condition] = []
+        self._gpus = gpus
+        self._post = post
+        self._loop = asyncio.get_running_loop()
+        self._sources: list[XidSource | KernelLog] = []
+        try:
+            xids = backend.devices.watch_xids()
+            self._loop.add_reader(xids.fileno(), self._read_xids, xids)
+            self._sources.append(xids)
+        except MpsdError as error:
+            self.conditions.append(Condition(Code.XIDS_NOT_SEEN, detail=str(error)))
+        kernel_log = backend.kernel_log
+        if kernel_log is None:
+            self.conditions.append(Condition(Code.KERNEL_LOG_NOT_READ))
+        else:
+            self._loop.add_reader(kernel_log.fileno(), self._read_kernel_log, kernel_log)
+            self._sources.append(kernel_log)
+
+    def close(self) -> None:
+        for source in self._sources:
+            self._loop.remove_reader(source.fileno())
+            source.close()
+
+    def _read_xids(self, source: XidSource) -> None:
+        for xid in self._drained(source):
+            assert isinstance(xid, NvmlXid)
+            self._post(ev.NvmlXidSeen(xid))
+
+    def _read_kernel_log(self, source: KernelLog) -> None:
+        for xid in self._drained(source):
+            assert isinstance(xid, KernelXid)
+            gpu = next((g.uuid for g in self._gpus if g.pci.startswith(xid.pci.lower())), None)
+            self._post(ev.KernelXidSeen(gpu, xid))
+
+    def _drained(self, source: XidSource | KernelLog) -> Sequence[NvmlXid | KernelXid]:
+        try:
+            return source.drain()
+        except (MpsdError, OSError) as error:
+            # Without this the descriptor would stay readable forever.
+            self._loop.remove_reader(source.fileno())
+            self.conditions.append(Condition(Code.SIGNS_LOST, detail=str(error)))
+            return ()

@@ -1,0 +1,1 @@
+"""mpsd-exporter: the daemon's status as Prometheus metrics."""

@@ -1,0 +1,1 @@
+"""Descriptors that outlive the daemon: systemd's descriptor store, or a keeper process."""

@@ -1,0 +1,1 @@
+"""Stand-ins for nvidia-cuda-mps-control and nvidia-cuda-mps-server."""

@@ -1,0 +1,1 @@
+"""Output of the daemon: journal, events, state file."""

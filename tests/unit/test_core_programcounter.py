@@ -1,0 +1,229 @@
+"""Attribution of SM exceptions by program counters: a client is named, or the likeliest replays last."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mpsd.base.model import Confidence, ExceptionOwner, FailoverMode, ServerState
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Turn
+from mpsd.core.failover.plan import FAULTED_AGAIN
+from mpsd.core.failover.programcounter import IN_ITS_CODE
+from tests.support.core import process
+from tests.unit.test_core_failover import Site, turns_of
+from tests.unit.test_core_serialreplay import all_told, another, comes, lose, turns
+
+UNKNOWN, OWN, OTHERS, FIRST = ExceptionOwner
+
+
+def exception(world: Site) -> None:
+    """Report an SM exception that names no client."""
+    world.kernel(13, "Graphics SM Warp Exception on (GPC 0, TPC 0, SM 0): Misaligned Address", None, "")
+    world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
+
+
+def moves(
+    world: Site, whose: dict[int, ExceptionOwner], *, takes_ms: int = 30, resting: tuple[int, ...] = ()
+) -> None:
+    """Move these clients, in that order. `resting`: clients without work in flight."""
+    for pid, found in whose.items():
+        if found is not UNKNOWN:
+            world.do(mev.MemberFoundCode(process(pid), 2, found))
+        comes(world, pid, takes_ms, waits=pid not in resting)
+
+
+def killed(world: Site) -> set[int]:
+    return {e.client.process.pid for e in world.ever(fx.Kill)}
+
+
+def offender(world: Site) -> tuple[int | None, Confidence]:
+    record = max(world.records().values(), key=lambda r: r.id)
+    return record.offender.id.process.pid if record.offender else None, record.confidence
+
+
+@pytest.mark.parametrize("pids", [(10, 11, 12), (12, 11, 10), (11, 12, 10)])
+@pytest.mark.parametrize("resting", [(), (11,)])
+def test_one_in_whose_code_it_was_is_named_when_all_have_moved(
+    pids: tuple[int, ...], resting: tuple[int, ...]
+) -> None:
+    """Client 10, the oldest, waits even if its own wait succeeded as if there had been no fault."""
+    world = all_told(10, 11, 12)
+    exception(world)
+    found = {10: OWN, 11: OTHERS, 12: OTHERS}
+    for pid in pids:
+        assert killed(world) == set()
+        moves(world, {pid: found[pid]}, resting=resting)
+    assert killed(world) == {10}
+    assert offender(world) == (10, Confidence.LIKELY)
+    record = max(world.records().values(), key=lambda r: r.id)
+    assert record.evidence[-1].text.startswith(IN_ITS_CODE) and record.suspects == ()
+    assert {m.party.id.process.pid for m in record.moved} == {11, 12} and not record.victims
+    # It does not replay, and the other clients replay at once, in parallel.
+    others = {11, 12} - {*resting}
+    assert turns_of(world) == dict.fromkeys(others, Turn.HAS)
+    assert set(turns(world)) == others
+    # Its connection usually ends first.
+    world.do(mev.MemberLeft(process(10)))
+    world.do(ev.ClientDied(process(10)))
+    # Its work in flight seems not to have ended, but it ran nothing in its present domain.
+    assert {e.client.domain for e in world.made(fx.ReleaseLease) if e.client.process == process(10)} >= {"d2"}
+    assert not [e for e in world.ever(fx.ProbeWork) if e.client.process == process(10)]
+    entries = {f.process.pid: f for f in world.failover().fates}
+    assert [entries[pid].whose for pid in (10, 11, 12)] == [OWN, OTHERS, OTHERS]
+    assert "caused the fault" in entries[10].why
+
+
+def test_nobody_is_named_by_what_is_done_again_side_by_side() -> None:
+    world = all_told(10, 11, 12)
+    exception(world)
+    moves(world, {10: OWN, 11: OTHERS, 12: OTHERS})
+    world.do(ev.ClientDied(process(10)))
+    world.started("d3")
+    lose(world, "d2")
+    assert not [f for f in world.failover().fates if f.why == FAULTED_AGAIN]
+    assert offender(world)[0] is None
+
+
+def test_who_is_not_to_be_ended_does_its_work_again_last() -> None:
+    world = all_told(10, 11)
+    world.state = replace(world.state, policy=replace(world.state.policy, evict_offender=False))
+    exception(world)
+    moves(world, {10: OWN, 11: OTHERS})
+    assert killed(world) == set() and offender(world) == (10, Confidence.LIKELY)
+    assert turns_of(world) == {10: Turn.WAITS, 11: Turn.HAS}
+
+
+@pytest.mark.parametrize("found", [{10: OWN, 11: OWN, 12: OTHERS}, {10: OTHERS, 11: OTHERS, 12: OTHERS}])
+def test_where_it_is_not_one_alone_nobody_is_named(found: dict[int, ExceptionOwner]) -> None:
+    world = all_told(10, 11, 12)
+    exception(world)
+    moves(world, found)
+    assert killed(world) == set() and offender(world)[0] is None
+    assert Turn.HAS in turns_of(world).values()
+
+
+@pytest.mark.parametrize(
+    ("found", "last"),
+    [
+        ({10: FIRST, 11: UNKNOWN, 12: UNKNOWN}, 10),
+        ({10: UNKNOWN, 11: FIRST, 12: OTHERS}, 11),
+        ({10: OTHERS, 11: UNKNOWN, 12: OTHERS}, 11),
+        ({10: UNKNOWN, 11: UNKNOWN, 12: UNKNOWN}, 12),
+    ],
+)
+def test_the_likeliest_by_what_they_found_is_the_last(found: dict[int, ExceptionOwner], last: int) -> None:
+    """This holds even if other clients are younger, and their kernels are new."""
+    world = all_told(10, 11, 12)
+    exception(world)
+    for pid, whose in found.items():
+        if whose is not UNKNOWN:
+            world.do(mev.MemberFoundCode(process(pid), 2, whose))
+        comes(world, pid, 30, new_s=0.0 if pid != last and last != 12 else None)
+    for _ in range(2):
+        (who,) = (pid for pid, turn in turns_of(world).items() if turn is Turn.HAS)
+        assert who != last
+        world.do(mev.MemberDone(process(who), 2))
+    assert turns_of(world) == {last: Turn.WAITS}
+    assert killed(world) == set()
+
+
+def test_nobody_is_named_where_somebody_says_nothing() -> None:
+    """The other client may have looked too late. Client 10 replays last in any case."""
+    world = all_told(10, 11, 12)
+    exception(world)
+    moves(world, {10: OWN, 11: OTHERS}, takes_ms=5)
+    assert turns(world) == [11]
+    world.do(mev.MemberDone(process(11), 2))
+    # It waits until all clients have reported, however long that takes.
+    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-last" and "10 " in e.subject)
+    world.timer(timer.kind, timer.subject)
+    assert turns(world) == [11] and killed(world) == set()
+    moves(world, {12: UNKNOWN})
+    assert killed(world) == set() and offender(world)[0] is None
+    assert turns_of(world) in ({10: Turn.WAITS, 12: Turn.HAS}, {10: Turn.HAS, 12: Turn.WAITS})
+
+
+@pytest.mark.parametrize("how", ["a stranger", "one in mode keep", "one that is not ready"])
+def test_nobody_is_named_where_another_one_was_there(how: str) -> None:
+    world = all_told(10, 11)
+    another(world, 9, how) if "not ready" not in how else world.attach(9, "d1")
+    if "not ready" in how:
+        world.hello(9, FailoverMode.EXACT)
+    exception(world)
+    moves(world, {10: OWN, 11: OTHERS})
+    assert killed(world) == set() and offender(world)[0] is None
+
+
+def test_who_has_ended_takes_back_nothing_that_it_said() -> None:
+    """Two clients that were forked from one."""
+    world = all_told(10, 11, 12)
+    exception(world)
+    moves(world, {10: OWN, 11: OWN})
+    world.do(ev.ClientDied(process(11)))
+    moves(world, {12: OTHERS})
+    assert killed(world) == set() and offender(world)[0] is None
+
+
+def test_who_has_had_its_turn_is_not_named_by_what_comes_later() -> None:
+    world = all_told(10, 11)
+    exception(world)
+    moves(world, {10: OWN}, takes_ms=5)
+    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-wait")
+    world.timer(timer.kind, timer.subject)
+    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-last")
+    world.timer(timer.kind, timer.subject)
+    assert turns(world) == [10]
+    world.do(mev.MemberDone(process(10), 2))
+    moves(world, {11: OTHERS})
+    assert killed(world) == set()
+
+
+@pytest.mark.parametrize("how", ["its turn", "its kill"])
+def test_what_one_may_have_begun_is_waited_for(how: str) -> None:
+    """The client was named, and not killed at once."""
+    world = all_told(10, 11)
+    exception(world)
+    moves(world, {10: OWN, 11: OTHERS})
+    assert killed(world) == {10}
+    if how == "its kill":
+        world.do(ev.KillRefused(process(10), "no reason"))
+    else:
+        world.do(mev.MemberDone(process(10), 2, missing="nobody said anything"))
+    world.do(ev.ClientDied(process(10)))
+    assert "d2" in [e.client.domain for e in world.made(fx.ProbeWork)]
+
+
+def test_a_server_that_died_is_no_exception() -> None:
+    """A fault that its clients find then is an old one."""
+    world = all_told(10, 11)
+    world.do(ev.ServerStateSeen("d1", ServerState.FAULT))
+    moves(world, {10: OWN, 11: OTHERS})
+    assert killed(world) == set()
+
+
+def test_a_word_that_nobody_was_to_say_is_ignored() -> None:
+    world = all_told(10, 11)
+    world.do(mev.MemberFoundCode(process(10), 2, OWN))
+    assert world.state.members[process(10)].whose is UNKNOWN
+    exception(world)
+    world.do(mev.MemberFoundCode(process(10), 7, OWN))
+    world.do(mev.MemberFoundCode(process(99), 2, OWN))
+    assert world.state.members[process(10)].whose is UNKNOWN
+
+
+def test_what_was_found_once_is_forgotten_with_the_next_fault() -> None:
+    world = all_told(10, 11)
+    exception(world)
+    moves(world, {10: OTHERS, 11: OTHERS})
+    world.do(mev.MemberDone(process(turns(world)[0]), 2))
+    world.started("d3")
+    for pid in (10, 11):
+        if turns_of(world).get(process(pid).pid) is None:
+            world.is_ready(pid, 3)
+    lose(world, "d2")
+    told = world.told()
+    assert told and all(world.state.members[process(pid)].whose is UNKNOWN for pid in told)

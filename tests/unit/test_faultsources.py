@@ -1,0 +1,70 @@
+"""Sources of fault signs that are missing or that end while mpsd runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from mpsd.base.conditions import Code, Condition
+from mpsd.base.errors import GpuError
+from mpsd.daemon.faultsources import FaultSources
+
+
+class Source:
+    """A source with something to read, which fails when it is read."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.write(self.writer, b"x")
+
+    def fileno(self) -> int:
+        return self.reader
+
+    def drain(self) -> list[Any]:
+        raise GpuError("NVML is gone")
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self.writer)
+
+
+class Backend:
+    """`xids`: the source of Xids, or the error to raise. `kernel_log`: None without one."""
+
+    def __init__(self, xids: Source | GpuError, kernel_log: Source | None) -> None:
+        self.devices = self
+        self.xids, self.kernel_log = xids, kernel_log
+
+    def watch_xids(self) -> Source:
+        if isinstance(self.xids, GpuError):
+            raise self.xids
+        return self.xids
+
+
+def conditions(backend: Any, wanted: int) -> list[Condition]:
+    """Return the conditions as soon as there are as many as wanted."""
+
+    async def run() -> list[Condition]:
+        sources = FaultSources(backend, [], lambda event: None)
+        try:
+            async with asyncio.timeout(20):
+                while len(sources.conditions) < wanted:
+                    await asyncio.sleep(0.001)
+            return sources.conditions
+        finally:
+            sources.close()
+
+    return asyncio.run(run())
+
+
+def test_missing_sources_are_conditions() -> None:
+    assert conditions(Backend(GpuError("no driver"), None), 2) == [
+        Condition(Code.XIDS_NOT_SEEN, detail="no driver"),
+        Condition(Code.KERNEL_LOG_NOT_READ),
+    ]
+
+
+def test_a_source_that_ends_is_told_once() -> None:
+    lost = Condition(Code.SIGNS_LOST, detail="NVML is gone")
+    assert conditions(Backend(Source(), Source()), 2) == [lost, lost]
