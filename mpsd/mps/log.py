@@ -318,6 +318,8 @@ _RULES: tuple[_Rule, ...] = (
     ),
     _starts("fatal exception", r"Server encountered a fatal exception", lambda m: FatalShutdown()),
     _starts("cmd:", r"Cmd: ?(?P<text>.*+)", lambda m: AdminCommand(m["text"].strip())),
+    # It repeats words of the person who asked: none of them is a message of the daemon.
+    _starts("unknown command", r"Unknown command .*+", lambda m: Routine(m[0])),
     _has(
         "failed to start",
         r"Failed to start *+: *+(?P<reason>.++)",

@@ -11,6 +11,7 @@ import pytest
 
 from mpsd.mps import pipedir
 from mpsd.mps.control import OUTPUT_FILE
+from mpsd.mps.log import AdminCommand, LogParser, Routine
 from tests.support.gpunode import Domain, Node
 from tests.support.site import OTHER_UID, as_user
 from tests.support.waiting import until
@@ -66,11 +67,15 @@ def test_a_line_of_any_user_in_the_fifo_silences_the_log(node: Node, domain: Dom
     assert str(after.pid) not in log(domain)
 
 
-def test_an_unknown_command_is_not_logged(node: Node, domain: Domain) -> None:
+def test_an_unknown_command_is_logged_with_its_text(node: Node, domain: Domain) -> None:
     assert node.run(domain.control.servers()) == (domain.server,)
     node.run(domain.control.command("handling_a_fatal_error"))
-    assert "get_server_list" in log(domain)
-    assert "handling_a_fatal_error" not in log(domain)
+    parser = LogParser()
+    found = [event for line in log(domain).splitlines() if "a_fatal" in str(event := parser.feed(line).event)]
+    assert found == [
+        AdminCommand("handling_a_fatal_error"),
+        Routine('Unknown command "handling_a_fatal_error"'),
+    ]
 
 
 def test_another_user_does_not_reach_the_privileged_socket(domain: Domain) -> None:

@@ -68,6 +68,13 @@ def events(lines: list[str]) -> list[Event]:
             "Received new client request for {PID: -1333654781, Context ID: 0}",
             log.Routine("Received new client request for {PID: -1333654781, Context ID: 0}"),
         ),
+        *(
+            (text, log.Routine(text))
+            for text in (
+                'Unknown command "handling a fatal GPU error"',
+                'Unknown command "Failed to start: x"',
+            )
+        ),
         ("Destroy server context on device 0", log.DeviceReset(0)),
         ("Creating server context on device 0 (Tesla T4)", log.ContextCreated(0)),
         ("Volta MPS: Client process disconnected", log.Routine("Volta MPS: Client process disconnected")),

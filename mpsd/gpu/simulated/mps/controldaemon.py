@@ -208,11 +208,10 @@ class Daemon:
         if uid not in (0, os.getuid()):
             self.reply(sock, "Permission denied", logged=False)
             return
+        self.logbook.write("Control", f"Cmd:{next(iter(text.splitlines()), '')}")
         if not self.commands.knows(text):
-            # Stock logs no unknown command: the log has no text that a stranger chose.
-            self.reply(sock, self.commands.unknown(text), logged=False)
+            self.reply(sock, self.commands.unknown(text))
             return
-        self.logbook.write("Control", f"Cmd:{text}")
         reply = self.commands.run(text, sock)
         if reply is not None:
             self.reply(sock, reply)
