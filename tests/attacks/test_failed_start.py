@@ -84,6 +84,6 @@ def mpsd_run(site: Site) -> subprocess.CompletedProcess[str]:
         env=site.environ(),
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=90,
         check=False,
     )

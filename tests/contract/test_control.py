@@ -25,7 +25,7 @@ from tests.support.gpunode import Domain, Node
 from tests.support.program import Program
 from tests.support.waiting import DEADLINE_S, readable, until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def another_front_end(domain: Domain) -> ControlCommands:

@@ -13,7 +13,7 @@ from tests.support.gpunode import Node, duplicates
 from tests.support.program import Program
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 ILLEGAL_ACTION = 0x16
 
 

@@ -11,7 +11,7 @@ from mpsd.base.model import ComputeMode, GpuProcess
 from tests.support.gpunode import MEMORY, Node
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def processes(node: Node) -> dict[int, GpuProcess]:

@@ -15,7 +15,7 @@ from mpsd.mps.logfollow import LogFollower
 from tests.support.gpunode import Node
 from tests.support.waiting import DEADLINE_S, until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Log:

@@ -13,7 +13,7 @@ from mpsd.gpu.base import Isolation
 from tests.support.gpunode import Node, next_event
 from tests.support.waiting import DEADLINE_S
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 UNMAPPED = 0x7E0000000000
 
 

@@ -13,7 +13,7 @@ from tests.support.gpunode import MEMORY, Node
 from tests.support.program import Program
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 DEATHS = {
     "sigkill_running": -signal.SIGKILL,
     "exit_running": 7,

@@ -22,7 +22,7 @@ from mpsd.os.quietperiod import QuietPeriod
 from tests.support.gpunode import Domain, Machine, Node
 from tests.support.waiting import DEADLINE_S, until
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 TWO_GIB = 2 << 30
 

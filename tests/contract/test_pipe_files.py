@@ -16,7 +16,7 @@ from tests.support.gpunode import Domain, Node
 from tests.support.site import OTHER_UID, as_user
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(os.geteuid() != 0, reason="not root")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(os.geteuid() != 0, reason="not root")]
 FORGED = b"[2026-01-01 00:00:00.000 Server 1] Server is handling a fatal GPU error.\n"
 
 

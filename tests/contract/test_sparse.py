@@ -10,7 +10,7 @@ from mpsd.gpu.base import AddressSpace
 from tests.support.gpunode import Node, next_event
 from tests.support.program import Program
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 GRANULE, LARGE = 64 << 10, 4 << 30
 UNMAPPED, LOW = 0x7E0000000000, 0x40000
 """Address that offenders of the kinds store, load and atomic access, and those of guard_low."""

@@ -12,7 +12,7 @@ from mpsd.gpu.base import Tracker
 from tests.support.gpunode import Node, faulted_at, next_event
 from tests.support.program import Program
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 UNMAPPED = 0x7E0000000000
 """Address that the harness's offenders access."""
 

@@ -11,7 +11,7 @@ from tests.support.gpunode import Node, duplicates
 from tests.support.program import Program
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 LOOKS = 20
 
 

@@ -13,7 +13,7 @@ from mpsd.gpu.base import KernelLog, XidSource
 from tests.support.gpunode import Node, faulted_at
 from tests.support.waiting import DEADLINE_S, readable
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 UNMAPPED = 0x7E0000000000
 
 

@@ -18,7 +18,7 @@ from faultinject.programs.numerics import products
 from mpsd.base.errors import UsageError
 from mpsd.base.percentages import from_view
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 SAMPLE = Path(__file__).parents[1] / "data" / "reports" / "kinds" / "numerics.json"
 
 

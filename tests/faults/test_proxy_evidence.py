@@ -17,7 +17,7 @@ from faultinject.programs.workloads import MAPPED, ON_SIMULATED
 from tests.support.libcudas import Libraries, session_libraries
 
 pytestmark = [
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc: the libcuda proxy cannot be built here"),
 ]
 

@@ -20,7 +20,7 @@ from faultinject.rig.worker import Worker, python_environment
 from mpsd.base.errors import DeadlineError
 from mpsd.base.model import IsolationMode
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_a_run_that_outlives_its_deadline_is_unknown_and_ends_clean(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_what_a_run_leaves_behind_is_found_and_ended(tmp_path: Path) -> None:
     try:
         (found,) = leftovers.clear(tmp_path, grace_s=0.0)
         assert str(stray.pid) in found
-        stray.wait(timeout=5)
+        stray.wait(timeout=90)
     finally:
         stray.communicate()
     assert leftovers.clear(tmp_path, grace_s=0.0) == []
@@ -72,8 +72,8 @@ def test_a_program_that_never_says_it_is_a_missed_deadline(tmp_path: Path) -> No
         broken = worker(tmp_path, history, "--no-such-option")
         try:
             with pytest.raises(DeadlineError, match="did not say ready"):
-                broken.require("ready", timeout=30.0)
-            assert broken.require("gone", timeout=30.0).data["status"] == 2
+                broken.require("ready", timeout=90)
+            assert broken.require("gone", timeout=90).data["status"] == 2
         finally:
             broken.end()
 
@@ -82,7 +82,7 @@ def test_a_rig_gives_back_every_descriptor_and_directory() -> None:
     before = leftovers.open_descriptors()
     with History() as history, Rig("simulated", "stock", history) as rig:
         survivor = rig.spawn("survivor-0", "survivor")
-        survivor.require("ready", timeout=30.0)
+        survivor.require("ready", timeout=90)
         base = rig.base
     assert rig.leftovers == []
     assert not survivor.running
@@ -93,10 +93,10 @@ def test_a_rig_gives_back_every_descriptor_and_directory() -> None:
 def test_programs_end_when_their_rig_does(tmp_path: Path) -> None:
     with History() as history, Rig("simulated", "stock", history) as rig:
         survivor = rig.spawn("survivor-0", "survivor")
-        survivor.require("ready", timeout=30.0)
+        survivor.require("ready", timeout=90)
         assert survivor.process.stdin is not None
         survivor.process.stdin.close()
-        assert survivor.require("gone", timeout=30.0).data["status"] == 3
+        assert survivor.require("gone", timeout=90).data["status"] == 3
 
 
 def test_the_environment_of_programs_names_no_service_of_this_machine(

@@ -13,7 +13,7 @@ from faultinject.campaigns import sources
 from faultinject.evidence import files
 from mpsd.base.errors import UsageError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_both_kinds_of_domain_decide_and_the_report_is_read_again(

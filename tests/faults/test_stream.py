@@ -7,7 +7,7 @@ import pytest
 from faultinject.campaigns import eventrates
 from faultinject.campaigns.bench import stream_figures
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Lossy:

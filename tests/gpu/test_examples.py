@@ -17,7 +17,7 @@ from faultinject.rig.rig import Rig
 from faultinject.rig.worker import REPOSITORY, Worker
 from tests.support.waiting import DEADLINE_S, until
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 CACHE = REPOSITORY / "clients" / "examples" / "cache_service.py"
 TENSOR = """

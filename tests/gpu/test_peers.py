@@ -16,7 +16,7 @@ from faultinject.rig.node import Node
 from faultinject.rig.worker import REPOSITORY, python_environment
 from mpsd.base import debug
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 DEADLINE_S = 60.0
 PROGRAM = REPOSITORY / "tests" / "gpu" / "peers.py"
 

@@ -13,7 +13,7 @@ from faultinject.rig.rig import Rig
 from faultinject.rig.worker import Worker
 from tests.support.waiting import DEADLINE_S, until
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture

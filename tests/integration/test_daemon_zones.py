@@ -238,7 +238,7 @@ def test_ctl_says_it_all(site: Site) -> None:
 
     def ctl(*words: str) -> str:
         command = [sys.executable, "-m", "mpsd.ctl", "--socket", site.socket, *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=site.environ())
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=site.environ())
         return done.stdout + done.stderr
 
     client, address = zoned(site)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0
 
 
 class Attacher:

@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Speaker:

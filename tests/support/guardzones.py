@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GRANULE = 1 << 16
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_DEADLINE_S = 20.0
+_DEADLINE_S = 60.0
 
 
 class LedgerWriter:

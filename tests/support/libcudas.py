@@ -28,7 +28,7 @@ PROGRAMS = ROOT / "tests" / "libcuda" / "programs"
 PATHS = f"{ROOT}:{ROOT / 'clients'}:{ROOT / 'clients' / 'libcuda'}"
 """PYTHONPATH of a program that imports packages of this tree."""
 MPSD_RUN = [sys.executable, "-m", "mpsd_client.run"]
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0
 
 
 def standalone(folder: Path, name: str, sources: Iterable[str], *flags: str, sanitize: str = "") -> Path:

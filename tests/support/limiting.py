@@ -13,7 +13,7 @@ from mpsd.limits.book import LimitBook, Owner
 from mpsd.limits.keeper import LimitKeeper, Surroundings
 from mpsd.os.quietperiod import QuietPeriod
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 OWNER = Owner(("GPU-a",), 7)
 
 

@@ -18,7 +18,7 @@ from mpsd.peers import Limits, Listener, Peer
 from mpsd.wire import zmtp
 from mpsd.wire.messages import MAX_ANSWER_BYTES, Request
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 Event = tuple[int, frozenset[int], Mapping[str, object]]
 
 

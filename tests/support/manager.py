@@ -21,7 +21,7 @@ from types import TracebackType
 
 from mpsd.os.samefile import same_file
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 # Puts the descriptors at 3, 4, ... in the order given and becomes the service, as systemd does.
 _EXEC = """

@@ -20,7 +20,7 @@ SHORT, GAVE, LOOKED, LEFT = range(10, 14)
 WELCOME, STANDBY, STAND_DOWN, MOVE, TURN, FENCED, GIVE, ROOM = range(65, 73)
 _LAYOUT = struct.Struct("=IHHIIQ6Q112s128s")
 KEEP, EXACT = 1, 2
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)

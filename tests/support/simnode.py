@@ -26,7 +26,7 @@ from mpsd.gpu.simulated.adapters import SimulatedDevices, SimulatedSpace
 from mpsd.os import procfs
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 ROOT = Path(__file__).resolve().parents[2]
 
 # A client under command: each line of its input is a Python expression on `dev`; the answer is a JSON line.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpsd.vault.holdings import Vault
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 BUILD_S = 1200.0
 """The deadline of compilers. It guards against hangs alone: a build shares its processors with tests."""
 _STEP_S = 0.005

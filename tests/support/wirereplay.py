@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 VAULT_MAGIC, VAULT = 0x746C7661, struct.Struct("=IHHIIQQQII16s32s64s")
 VAULT_FIELDS = (

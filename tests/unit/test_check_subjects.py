@@ -121,7 +121,7 @@ def test_a_machine_without_git_is_skipped(repository: Repository, tmp_path: Path
         env={"PATH": str(tools)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
     )
     assert done.returncode == 0
     assert done.stdout == "subjects: skipped: git is not installed\n"

@@ -31,7 +31,7 @@ def test_sh_gets_the_very_value(value: str) -> None:
         env={"PYTHON": sys.executable, "PRINT": PRINT},
         capture_output=True,
         check=True,
-        timeout=20,
+        timeout=90,
     )
     assert done.stdout.decode() == value
 

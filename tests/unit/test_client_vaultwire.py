@@ -109,7 +109,7 @@ def test_importing_it_loads_no_cuda_and_nothing_foreign(tmp_path: Path) -> None:
         env={"PYTHONPATH": f"{CLIENTS}:{CLIENTS.parent}"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         check=False,
         cwd=tmp_path,
     )

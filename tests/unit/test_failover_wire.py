@@ -74,8 +74,8 @@ def test_the_compiler_lays_it_out_the_same(tmp_path: Path) -> None:
         f"return sizeof(m) != {messages.LAYOUT.size}; }}"
     )
     program = tmp_path / "layout"
-    subprocess.run(["gcc", "-o", program, source], check=True, timeout=30)
-    said = subprocess.run([program], check=True, capture_output=True, text=True, timeout=30).stdout
+    subprocess.run(["gcc", "-o", program, source], check=True, timeout=90)
+    said = subprocess.run([program], check=True, capture_output=True, text=True, timeout=90).stdout
     found = [tuple(map(int, line.split())) for line in said.splitlines()]
     sizes = [4, 2, 2, 4, 4, 8, 8 * messages.VALUES, messages.PATH_ROOM, messages.TEXT_ROOM]
     assert found == [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]

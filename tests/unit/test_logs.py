@@ -76,7 +76,7 @@ def test_a_log_that_cannot_be_written_is_dropped_and_counted() -> None:
 
 def test_importing_sets_nothing_up() -> None:
     code = "import structlog, mpsd.base.logs; raise SystemExit(structlog.is_configured())"
-    assert subprocess.run([sys.executable, "-c", code], timeout=50, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=90, check=False).returncode == 0
 
 
 def test_lines_that_strangers_cause_are_few_and_their_number_is_told() -> None:

@@ -100,7 +100,7 @@ def test_systemd_analyze_verify(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", "--man=no", str(path)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=90,
         check=False,
     )
     said = [line for line in (done.stdout + done.stderr).splitlines() if NEWER_KEYS not in line]

@@ -54,7 +54,7 @@ def test_commands_to_a_node_that_does_not_run(
 
 def test_a_gpu_that_is_not_there_is_named_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = [sys.executable, "-m", "mpsd.gpu.simulated", "gpu", "--detach", "--dir", str(tmp_path)]
-    subprocess.run(start, check=True, timeout=30)
+    subprocess.run(start, check=True, timeout=90)
     try:
         assert main(["inject", "79", "--gpu", "5", "--dir", str(tmp_path)]) == 1
         assert capsys.readouterr().err == "refused: there is no such GPU\n"

@@ -67,8 +67,8 @@ def test_the_compiler_lays_it_out_the_same(tmp_path: Path) -> None:
         f"return sizeof(m) != {messages.LAYOUT.size}; }}"
     )
     program = tmp_path / "layout"
-    subprocess.run(["gcc", "-o", program, source], check=True, timeout=30)
-    said = subprocess.run([program], check=True, capture_output=True, text=True, timeout=30).stdout
+    subprocess.run(["gcc", "-o", program, source], check=True, timeout=90)
+    said = subprocess.run([program], check=True, capture_output=True, text=True, timeout=90).stdout
     found = [tuple(map(int, line.split())) for line in said.splitlines()]
     parts = re.findall(r"\d*[A-Za-z]", messages.LAYOUT.format[1:])
     sizes = [int(p[:-1] or 1) if p[-1] == "s" else {"I": 4, "H": 2, "Q": 8}[p[-1]] for p in split(parts)]

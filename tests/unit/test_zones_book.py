@@ -139,7 +139,7 @@ def test_the_ledger_of_the_dead_stays_a_moment_and_what_was_granted_does_not() -
         process = ProcessInstance(child.pid, procfs.start_ticks(child.pid))
         assert stand.zones.join(process, 0, ("GPU-0",), os.dup(stand.writer.fd)) is not None
         child.kill()
-        child.communicate(timeout=10)
+        child.communicate(timeout=90)
         stand.zones.leave(process)
         assert stand.zones.grants.of(process) is None
         assert stand.zones.hits(process, [fault(BASE)]) is not None

@@ -68,8 +68,8 @@ def test_the_compiler_lays_it_out_the_same(tmp_path: Path) -> None:
         f"int main(void) {{ {body} return sizeof(struct mpsd_ledger) != {layout.SIZE}; }}"
     )
     program = tmp_path / "layout"
-    subprocess.run(["gcc", "-o", program, source], check=True, timeout=30)
-    said = subprocess.run([program], check=True, capture_output=True, text=True, timeout=30).stdout
+    subprocess.run(["gcc", "-o", program, source], check=True, timeout=90)
+    said = subprocess.run([program], check=True, capture_output=True, text=True, timeout=90).stdout
     found = [tuple(map(int, line.split())) for line in said.splitlines()]
     wanted = [pair for part, _ in parts.values() for pair in offsets(part)]
     starts = (layout.ZONES_AT, layout.NOTES_AT, layout.LAUNCHES_AT, layout.NAMES_AT)

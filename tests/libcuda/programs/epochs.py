@@ -30,7 +30,7 @@ HOST_BYTES = 128 << 10  # larger than copies that the proxy makes itself, so tha
 KINDS = {"add": (8, 8, 4), "fill": (8, 8, 4), "copy": (8, 8, 8), "sum": (8, 8, 8)}
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-DEADLINE_S = 30
+DEADLINE_S = 60
 NON_BLOCKING, DISABLE_TIMING, RELAXED = 1, 2, 2
 # Rows of two words: the first two of a buffer and the last two that are checked, without the words between.
 WIDTH, PITCH, ROWS = 8, 16, 2
