@@ -21,6 +21,7 @@ from faultinject.registry.faults import (
 )
 from faultinject.registry.history import clock
 from faultinject.rig.stage import (
+    STEP_S,
     UP_S,
     Stage,
     process_state,
@@ -100,7 +101,7 @@ def eviction(stage: Stage) -> None:
     offender, kind = stage.offenders[0], stage.fault.kind
     if kind == "sigstop":
         offender.signal(signal.SIGSTOP)
-        wait_for(lambda: process_state(offender.pid) == "T", 2.0)
+        wait_for(lambda: process_state(offender.pid) == "T", STEP_S)
     if kind == "sigstop" and not stage.rig.has_mpsd:
         # Stock MPS cannot evict a stopped client: terminate_client would block every client.
         time.sleep(UNDERWAY_S)
@@ -149,7 +150,7 @@ def daemon_dies(stage: Stage) -> None:
     def readopted(status: Mapping[str, Any]) -> bool:
         return alive <= {c["pid"] for c in status["clients"] if c["state"] == "attached"}
 
-    at = mpsd.until(readopted, 10.0)
+    at = mpsd.until(readopted, STEP_S)
     stage.history.add("mpsd", "readopted", all=at is not None, pids=sorted(alive))
     stage.send_newcomer()
     stage.settle()
@@ -223,7 +224,7 @@ def churn(stage: Stage) -> None:
             return not status["dead"] and {c["pid"] for c in status["clients"]} <= own_pids
 
         stage.newcomers[0].wait("gone", timeout=UP_S) if stage.newcomers else None
-        at = stage.rig.mpsd.until(quiet, 10.0)
+        at = stage.rig.mpsd.until(quiet, STEP_S)
         stage.rig.note(all_forgotten=at is not None)
     stage.settle()
 
