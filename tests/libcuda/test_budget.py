@@ -14,9 +14,10 @@ import pytest
 from mpsd_libcuda.stats import Snapshots, read_stats
 from tests.libcuda.test_exact import EXACT, gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, offer, post, stand_by
+from tests.libcuda.test_sanitizers import leave_with_threads
 from tests.support import moving
 from tests.support.gate import ANY, Gate
-from tests.support.libcudas import run, standalone
+from tests.support.libcudas import Libraries, run, standalone
 from tests.support.moving import Line, Post, Said
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
@@ -167,6 +168,11 @@ def test_a_program_that_has_moved_leaves_where_it_is(
     assert ask.end() == ""
 
 
+@pytest.mark.parametrize("relay", ["off", "always"])
+def test_a_program_with_several_threads_leaves(libraries: Libraries, tmp_path: Path, relay: str) -> None:
+    leave_with_threads(libraries, tmp_path, relay)
+
+
 @SLOW_COPIES
 def test_it_is_said_to_each_daemon_that_comes(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
@@ -209,7 +215,7 @@ def test_an_operation_that_never_fits_makes_the_program_leave(post: Post, ask: P
     limit(line, 4 * MIB)
     for _ in range(3):
         assert ask(ADD_LARGE) == "(0, 0)"
-    # A few of them a program may have, as when it begins.
+    # A program may have a few of them, for example at its start.
     assert snapshots(ask).left == 0
     assert ask(ADD_LARGE) == "(0, 0)"
     said = leaves(line)
@@ -248,7 +254,7 @@ def test_buffers_beyond_a_lowered_limit_are_released(post: Post, ask: Program) -
     assert line.hear(moving.HOLDS).values[:2] == (64 * MIB, 0)
     line.say(moving.LIMIT, value=8 * MIB)
     assert line.hear(moving.HOLDS).values[:2] == (0, 0)
-    # What it needs it takes again.
+    # The program takes again as much as it needs.
     assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 2)"
     assert line.hear(moving.HOLDS).values[:2] == (8 * MIB, 0)
     assert snapshots(ask).left == 0 and ask.end() == ""

@@ -8,8 +8,8 @@
 #define MOST_DEBT_NS 100000000ull
 
 /*
- * What a forced end of an epoch adds where the GPU is the slower side: it stands idle from the end of its work until the
- * next launch has reached it.
+ * Cost of ending an epoch early if the GPU is the slower side: the GPU is idle from the end of its work until the next launch
+ * reaches it.
  */
 #define BUBBLE_NS 20000ull
 
@@ -20,7 +20,7 @@
 #define MOST_MISSES 3
 #define MISS_NS 60000000000ull
 
-/* A wait for a GPU that has nothing to do takes some microseconds: its mark has to come and go. */
+/* A wait for an idle GPU takes some microseconds, for the mark alone. Shorter waits do not show that the GPU was behind. */
 #define SHORT_NS 50000ull
 
 #define NEARLY_ALL 90	/* % */

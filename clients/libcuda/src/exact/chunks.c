@@ -51,7 +51,7 @@ static size_t own_limit(void)
 	return bytes;
 }
 
-/* What the daemon grants counts in place of a part of the GPU's memory, and a test's setting in any case. */
+/* The daemon's limit replaces the part of the GPU's memory. A debug setting lowers either. */
 static size_t budget(void)
 {
 	uint64_t granted = mpsd_limit();
@@ -133,7 +133,7 @@ CUresult mpsd_chunk_more(uint64_t size)
 		size = budget() - there;
 	is_short = false;
 	if (there + size > budget() || chunk_count == MOST_CHUNKS) {
-		/* So that the next ones fit, and not only this one. */
+		/* Ask for more than this snapshot needs: others follow. */
 		mpsd_limit_want(there + (size > there ? size : there));
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	}
@@ -303,7 +303,7 @@ CUresult mpsd_undo_give_back(void)
 	return result;
 }
 
-/* One in which nothing is saved, and that is beyond what may be. Who is about to save somewhere has the order. */
+/* Take the last chunk if no snapshot lies in it. With the order: a thread that has chosen a place for a snapshot has it, too. */
 static bool take_unused(uint64_t most, struct chunk *chunk)
 {
 	unsigned int used;
@@ -330,7 +330,7 @@ static bool take_unused_in_order(uint64_t most, struct chunk *chunk)
 	return is;
 }
 
-/* Without the order: it waits for work of the program's. */
+/* Free without the order, because cuMemFree waits for the program's work. */
 CUresult mpsd_undo_release(uint64_t most)
 {
 	CUresult result = mpsd_undoroom_await();

@@ -35,8 +35,8 @@ const struct mpsd_leaving *mpsd_leave_why(void)
 }
 
 /*
- * Nothing is in flight, and nothing that is submitted from now on is saved: so no move can lose what it could have kept. Threads
- * that have come as far as the order already find the epoch unsure.
+ * Nothing is in flight, so nothing is lost. A thread that has passed the check of the mode already finds the epoch unsure and
+ * saves nothing.
  */
 void mpsd_leave(const struct mpsd_leaving *why)
 {
@@ -77,14 +77,14 @@ static uint64_t most(void)
 	return atomic_load(&has_left) ? 0 : mpsd_limit();
 }
 
-/* A call like the program's: a move may overtake it. */
+/* Enter like a call of the program: a move may come between. */
 static CUresult release_some(void)
 {
 	CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
 	uint64_t moves = mpsd_carry_enter();
 	CUresult result;
 
-	/* A capture that begins meanwhile is not to be lost by what this thread does. */
+	/* In this mode the thread cannot invalidate a capture that the program begins meanwhile. */
 	real_cuThreadExchangeStreamCaptureMode(&mode);
 	result = mpsd_enter_context();
 	if (result == CUDA_SUCCESS && !mpsd_capture_active() && !mpsd_capturing())
@@ -105,7 +105,7 @@ static void *release(void *unused)
 	(void)unused;
 	do {
 		while (is_beyond() && !atomic_load(&is_over)) {
-			/* What goes wrong with the context is for the program to find. */
+			/* The program meets the loss of its context itself. */
 			if (mpsd_is_loss(release_some())) {
 				atomic_store(&is_on, false);
 				return NULL;
@@ -115,7 +115,7 @@ static void *release(void *unused)
 			pause_ms = pause_ms < LAST_PAUSE_MS ? pause_ms * 2 : pause_ms;
 		}
 		atomic_store(&is_on, false);
-		/* It may have become less between the two. */
+		/* The limit may have been lowered just before. */
 	} while (is_beyond() && !atomic_load(&is_over) && !atomic_exchange(&is_on, true));
 	return NULL;
 }

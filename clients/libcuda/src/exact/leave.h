@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * A program beyond a budget leaves fail-over for good, between two epochs: from then on its calls go as in a program that
- * never took part, with its guard zones. Nothing of it fails by that.
+ * A program that exceeds a budget leaves fail-over for good, between two epochs. From then on its calls take the way of mode
+ * `keep` and are not recorded. Its guard zones stay. No call fails because of it.
  */
 #pragma once
 

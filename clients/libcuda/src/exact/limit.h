@@ -12,18 +12,18 @@
 
 uint64_t mpsd_limit(void);
 
-/* Snapshot buffers of so many bytes in all are wanted. The daemon is asked, and nobody waits for its answer. */
+/* Ask the daemon for snapshot buffers of so many bytes in all, and do not wait for the answer. */
 void mpsd_limit_want(uint64_t bytes);
 
 /*
- * With the order: an operation needs so many bytes of snapshots, more than the limit. True: the epoch is unsure for now alone,
- * for the daemon has not answered yet.
+ * With the order: one operation needs so many bytes of snapshots, more than the limit. True: the daemon has not answered yet, so
+ * this says nothing about the next epochs.
  */
 bool mpsd_limit_missed(uint64_t needs, bool may_come_back);
 
 /* With the lock, at the end of an epoch: the program may leave. */
 void mpsd_limit_end(void);
 
-/* From the thread of line.c: what the daemon says; NO_LIMIT: it says nothing of that. What is wanted and not answered yet; 0: nothing. */
+/* From the thread of line.c: the daemon's limit, NO_LIMIT if it has none; the request that is not answered yet, or 0. */
 void mpsd_limit_told(uint64_t bytes);
 uint64_t mpsd_limit_wanted(void);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * An epoch that the proxy ends early, because snapshot buffers are full, is no end for the program: periods go from one end
- * that the program waited for, or found, to the next.
+ * Measure periods. A period ends when the program waited for the GPU or found it done. An epoch that the proxy ends early,
+ * because the snapshot buffers are full, does not end the period.
  */
 #include <stdbool.h>
 
@@ -20,7 +20,7 @@
 #define TELL_NS 1000000000ull	/* between two that the daemon is told */
 #define OF_BEFORE 7		/* of eight parts */
 
-/* Of the period, with the lock. */
+/* The present period, with the lock. */
 static uint64_t began_ns;	/* 0: nothing of it, or it is not measured */
 static struct mpsd_period period;
 static atomic_uint_least64_t waited_ns, forced_ns, looked_at_ns;
@@ -129,7 +129,7 @@ void mpsd_spending_end(uint64_t operations)
 	uint64_t now = mpsd_now_ns(), looked_at = atomic_load(&looked_at_ns), added_ns;
 	bool is_forced = mpsd_thread.is_forced;
 
-	/* What is captured does not run, so nothing tells what its epoch cost. */
+	/* Captured work does not run, so an epoch with a capture says nothing about cost. */
 	if (!began_ns || (!operations && !period.forced) || mpsd_capturing()) {
 		begin_anew();
 		return;

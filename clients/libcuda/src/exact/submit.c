@@ -52,7 +52,7 @@ static void prepare(bool is)
 		mpsd_epoch.is_awaited = is;
 }
 
-/* What it waits for the program does not: an epoch is ended early. */
+/* End an epoch early. The program itself would not wait here. */
 static CUresult out_of_the_way(CUresult (*call)(void))
 {
 	CUresult result;
@@ -69,7 +69,7 @@ static CUresult out_of_the_way(CUresult (*call)(void))
 	return result;
 }
 
-/* There is no room for what the operation alone may write. */
+/* One operation may write more than the snapshot buffers can hold. */
 static void be_unsure(const struct mpsd_op *op)
 {
 	uint64_t bytes, by_leads, limit = mpsd_limit();

@@ -82,7 +82,7 @@ static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t s
 	return CUDA_SUCCESS;
 }
 
-/* What was saved of it counts too: it is the same operation's. */
+/* Count saved pages too: at this point of the epoch only the same operation has saved any. */
 static void count_pages(struct mpsd_plan *plan, struct mpsd_pages pages)
 {
 	for (uint64_t page = pages.first; page < pages.end; page++)
