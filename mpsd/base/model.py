@@ -265,6 +265,13 @@ class Reclaimable(IntEnum):
     STANDBY = 1
 
 
+class SnapshotBudget(IntEnum):
+    """Budget that a client exceeds in mode exact. TIME: saving slows it. MEMORY: a snapshot does not fit."""
+
+    TIME = 1
+    MEMORY = 2
+
+
 class ExceptionOwner(IntEnum):
     """Owner of the code that raised an SM exception, as one program of the faulted domain sees it.
 

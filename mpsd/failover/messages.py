@@ -19,8 +19,9 @@ LAYOUT = struct.Struct(f"=IHHIIQ{VALUES * 8}s{PATH_ROOM}s{TEXT_ROOM}s")
 FIELDS = ("magic", "version", "kind", "mode", "reserved", "generation", "values", "path", "text")
 """In the order of the C header. LAYOUT has no padding, and the C structure has none either."""
 _NUMBERS = struct.Struct(f"={VALUES}Q")
-TAKES_FENCED, GIVES = 1, 2
-"""Flags in a HELLO's first value: messages that the program understands."""
+TAKES_FENCED, GIVES, BUDGETS = 1, 2, 4
+"""Flags in a HELLO's first value: messages that the program understands. BUDGETS: the values 4 and 5 of
+WELCOME, and LIMIT. A program without that flag ends its connection at a LIMIT."""
 MODES = (FailoverMode.OFF, FailoverMode.KEEP, FailoverMode.EXACT)
 """Modes by their number in a message."""
 
@@ -39,6 +40,9 @@ class Kind(IntEnum):
     GAVE = 11
     LOOKED = 12
     LEFT = 13
+    HOLDS = 14
+    COST = 15
+    LEAVES = 16
     WELCOME = 65
     STANDBY = 66
     STAND_DOWN = 67
@@ -47,6 +51,7 @@ class Kind(IntEnum):
     FENCED = 70
     GIVE = 71
     ROOM = 72
+    LIMIT = 73
 
 
 FROM_PROGRAM = frozenset(k for k in Kind if k < Kind.WELCOME)

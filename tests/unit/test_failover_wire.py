@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.base.model import ExceptionOwner, FailoverMode, Reclaimable, ReplayMode
+from mpsd.base.model import ExceptionOwner, FailoverMode, Reclaimable, ReplayMode, SnapshotBudget
 from mpsd.failover import messages
 from mpsd.failover.messages import Kind, Message, WireError, pack, unpack
 
@@ -87,7 +87,8 @@ def test_the_header_s_constants_are_these() -> None:
     modes = {mode.name: number for number, mode in enumerate(messages.MODES)}
     spared = {f"SPARED_{name}": value for name, value in Reclaimable.__members__.items()}
     whose = {f"WHOSE_{name}": value for name, value in ExceptionOwner.__members__.items()}
-    assert numbers == {**Kind.__members__, **modes, **ReplayMode.__members__, **spared, **whose}
+    budgets = {f"BUDGET_{name}": value for name, value in SnapshotBudget.__members__.items()}
+    assert numbers == {**Kind.__members__, **modes, **ReplayMode.__members__, **spared, **whose, **budgets}
     defined = dict(re.findall(r"#define MPSD_FAILOVER_(\w+) (\w+)", text))
     assert (int(defined["MAGIC"].rstrip("u"), 0), int(defined["VERSION"])) == (
         messages.MAGIC,
@@ -95,4 +96,5 @@ def test_the_header_s_constants_are_these() -> None:
     )
     rooms = tuple(int(defined[name]) for name in ("PATH_ROOM", "TEXT_ROOM", "VALUES"))
     assert rooms == (messages.PATH_ROOM, messages.TEXT_ROOM, messages.VALUES)
-    assert (int(defined["TAKES_FENCED"]), int(defined["GIVES"])) == (messages.TAKES_FENCED, messages.GIVES)
+    flags = ("TAKES_FENCED", "GIVES", "BUDGETS")
+    assert {name: int(defined[name]) for name in flags} == {name: getattr(messages, name) for name in flags}
