@@ -14,12 +14,13 @@ import pytest
 
 from faultinject.campaigns import check
 from faultinject.campaigns.defaults import command, reports
-from faultinject.campaigns.defaults.rounds import DefaultRounds
+from faultinject.campaigns.defaults.rounds import MAX_LIVES, DefaultRounds
 from faultinject.registry.history import History
 from faultinject.registry.kinds import AUTO
 from faultinject.rig.libraries import Libraries
 from faultinject.rig.node import Node, open_simulated_node, without_settings
 from faultinject.rig.rig import Rig
+from faultinject.rig.worker import Worker
 from mpsd.base.errors import UsageError
 from tests.support.libcudas import session_libraries
 from tests.support.long import of
@@ -77,15 +78,25 @@ def test_a_program_that_was_lost_starts_again_and_is_compared_from_its_start(
         rounds.record_reference(2)
         rounds.start()
         first = rounds.inject("server_death", DEADLINE_S)
-        worker = rounds.programs[0].worker
-        worker.signal(signal.SIGKILL)
-        worker.require("gone", timeout=DEADLINE_S)
+        program = rounds.programs[0]
+        _kill(program.worker)
+        unexplained = rounds.inject("trap", DEADLINE_S)
+        program.lost = True
         second = rounds.inject("trap", DEADLINE_S)
+        _kill(program.worker)
+        program.lost, program.lives = True, MAX_LIVES
+        last = rounds.inject("store", DEADLINE_S)
         assert rounds.end() == ""
     assert rig.leftovers == []
-    assert [fault.problem for fault in (first, second)] == ["", ""]
-    assert [fault.programs[0].fate for fault in (first, second)] == ["moved", "moved"]
-    assert rounds.programs[0].lives == 2
+    assert unexplained.problem.startswith("between two faults calls-life-1 is lost")
+    assert [fault.problem for fault in (first, second, last)] == ["", "", ""]
+    fates = [fault.programs[0].fate for fault in (first, second, last)]
+    assert fates == ["moved", "moved", "not running"]
+
+
+def _kill(worker: Worker) -> None:
+    worker.signal(signal.SIGKILL)
+    worker.require("gone", timeout=DEADLINE_S)
 
 
 def program(**changes: Any) -> dict[str, Any]:

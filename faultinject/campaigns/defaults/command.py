@@ -30,13 +30,14 @@ PROGRAMS = {
 CONFIGURED = ("zone_absorb", "zone_freeze", "zone_restart", "zone_sparse", "zone_host")
 """Zone kinds that need a configuration, or a death of mpsd."""
 KINDS = (
+    *(kind for kind in kinds.ZONE if kind not in CONFIGURED),
     *kinds.MMU,
     *kinds.SM,
     "wild_call",
     *kinds.ENGINE,
     "server_death",
-    *(kind for kind in kinds.ZONE if kind not in CONFIGURED),
 )
+"""Zone kinds come first: programs without fail-over live through them."""
 OFTEN = {"failover.per_minute": "1000"}
 """The faults of a run come more often than a program may move by default. Every other key has its default."""
 

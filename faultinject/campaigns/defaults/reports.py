@@ -109,6 +109,8 @@ def table(report: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _cell(program: Mapping[str, Any]) -> str:
+    if program["fate"] == Fate.NOT_RUNNING:
+        return "-"
     pause = "" if program["pause"] is None else f" {program['pause']:.0f} ms"
     idle = ", idle" if program["idle"] else ""
     return f"{program['called'] or 'not listed'}: {program['fate']}{pause}{idle}"
@@ -120,7 +122,8 @@ def program_table(report: Mapping[str, Any]) -> list[list[str]]:
     rows[0] += [fate.value for fate in Fate if fate is not Fate.NOT_RUNNING]
     rows[0] += ["lost of protected", "why not fail-over"]
     for name, join in report["programs"].items():
-        seen = [p for fault in report["faults"] for p in fault["programs"] if p["program"] == name]
+        every = [p for fault in report["faults"] for p in fault["programs"] if p["program"] == name]
+        seen = [program for program in every if program["fate"] != Fate.NOT_RUNNING]
         rows.append([name, join, seen[0]["called"] if seen else "-", *_program_cells(seen)])
     return rows
 
@@ -167,8 +170,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         "",
         tables.markdown_table(table(report)),
         "",
-        "A program that was lost starts again before the next fault. `failover`, `guard`, `other`: at how",
-        "many faults status called it that. `pause`: of moves, median / worst.",
+        "A program that was lost starts again before the next fault, three times at most. `failover`,",
+        "`guard`, `other`: at how many faults status called it that. `pause`: of moves, median / worst.",
         "",
         tables.markdown_table(program_table(report)),
         "",

@@ -29,8 +29,11 @@ EVAL: Sequence[str] = ("/bin/sh", "-c", 'eval "$("$0" -m mpsd.ctl env)" && exec 
 """The command that starts a program with the variables of `mpsd-ctl env`, and becomes it."""
 JOINS: Mapping[str, Sequence[str]] = {"mpsd-run": MPSD_RUN, "mpsd-ctl env": EVAL}
 
-BLOCK_S = 1.5
+FIRST_STEPS = 6
+BLOCK_S = 1.0
 MAX_STEPS = 8000
+MAX_LIVES = 4
+"""Starts of one program. Large programs take long to start, and those without fail-over are often lost."""
 MOMENT = (0.1, 0.5)
 """The fault comes in this part of a block."""
 PROTECTED_S = 20.0
@@ -52,10 +55,13 @@ class Program:
     usual_s: float = 0.0
     awaited: bool = True
     lives: int = 1
+    lost: bool = False
 
 
 class DefaultRounds(ProgramRounds):
     """As ProgramRounds, with programs that may be lost. `reference`: the digests by program and block."""
+
+    first_steps = FIRST_STEPS
 
     def __init__(
         self,
@@ -191,10 +197,18 @@ class DefaultRounds(ProgramRounds):
         return fault
 
     def _restart_lost(self) -> list[Program]:
-        """Start the programs that were lost again, and return them."""
-        lost = [program for program in self.programs if not program.worker.running]
+        """Start the programs that were lost again, each MAX_LIVES times in all. Return them.
+
+        Raises DeadlineError for one that ended without a fault.
+        """
+        ended = [program for program in self.programs if not program.worker.running]
+        for program in ended:
+            if not program.lost:
+                raise DeadlineError(f"between two faults {self._describe_lost(program.worker)}")
+        lost = [program for program in ended if program.lives < MAX_LIVES]
         for program in lost:
             program.lives += 1
+            program.lost = False
             program.worker.end()
             program.worker = self._join(program.work, program.join, program.lives)
             program.digests, program.blocks = [], 0
@@ -220,16 +234,18 @@ class DefaultRounds(ProgramRounds):
         """Let all programs work, read their protection, and let the fault happen. Return when."""
         server = self._server_pid() if fault.kind == "server_death" else None
         self._bystander.stall()
-        for program in self._running():
+        at_work = self._running()
+        for program in at_work:
             program.worker.tell("block", steps=self._steps[program.work])
-        for program in self._running():
+        for program in at_work:
             if program.worker.wait("working", timeout=UP_S, after=program.blocks) is None:
                 raise DeadlineError(self._describe_lost(program.worker))
         time.sleep(self._moment.uniform(*MOMENT) * BLOCK_S)
         levels = self.levels()
         for program in self.programs:
             seen = levels.get(program.worker.pid, {})
-            fault.programs.append(ProgramFate(program.work, seen.get("level", ""), seen.get("why", "")))
+            fate = Fate.KEPT if program in at_work else Fate.NOT_RUNNING
+            fault.programs.append(ProgramFate(program.work, seen.get("level", ""), seen.get("why", ""), fate))
         if offender is not None:
             return offender.tell("go")
         assert server is not None
@@ -247,11 +263,14 @@ class DefaultRounds(ProgramRounds):
 
     def _collect_blocks(self, fault: DefaultFault, at: float, end: float) -> None:
         for program, found in zip(self.programs, fault.programs, strict=True):
+            if found.fate is Fate.NOT_RUNNING:
+                continue
             timeout = max(1.0, end - clock())
             message = program.worker.wait("block", timeout=timeout, after=program.blocks)
             if message is None:
                 found.fate = Fate.LOST
                 found.error = self._describe_lost(program.worker)
+                program.lost = True
                 program.worker.end()
                 continue
             times, began = message.data["times"], message.data["began"]
@@ -259,6 +278,7 @@ class DefaultRounds(ProgramRounds):
             found.pause = pause_ms(times, statistics.median_low(times))
             program.blocks += 1
             found.fate = self._compare(program)
+            program.lost = found.fate is not Fate.KEPT
 
     def _compare(self, program: Program) -> Fate:
         """Compare the results so far with those without faults. A wrong program starts again."""
