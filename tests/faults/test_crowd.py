@@ -41,7 +41,7 @@ def test_a_crowd_grows_and_no_protected_client_is_lost(
 
 def row(clients: int = 100, **changes: Any) -> dict[str, Any]:
     trap = {"stall": 90.0, "failover": 12, "guard": clients - 12, "other": 0, "standby": 12, "domains": 3}
-    trap |= {"lost": 36, "lost_protected": 0, "wrong": 0, "moved": 12}
+    trap |= {"lost": 36, "lost_protected": 0, "wrong": 0, "moved": 12, "reasons": {"the cap": 88}}
     return {"clients": clients, "traps": [{**trap, **changes}], "refused": 2, "problem": ""}
 
 

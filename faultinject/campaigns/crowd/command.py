@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -131,6 +132,14 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     return [str(row["clients"]), *counts, str(len(traps)), stall, *sums, str(row["refused"]), judge(row)]
 
 
+def _reasons(row: Mapping[str, Any]) -> str:
+    """Return why clients had no fail-over, over all traps of a row, the most frequent reason first."""
+    found: Counter[str] = Counter()
+    for trap in row["traps"]:
+        found.update(trap["reasons"])
+    return "; ".join(f"{why} ({count})" for why, count in found.most_common(5)) or "none"
+
+
 def markdown(report: Mapping[str, Any]) -> str:
     lines = [
         f"# A crowd of clients: {report['device']}, driver {report['driver']}",
@@ -152,6 +161,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         "- `lost of protected`: lost clients that status had called protected by fail-over",
         "- `refused`: starts that a full server refused; they were repeated",
         "",
+        *(f"Without fail-over beside {row['clients']} clients: {_reasons(row)}.\n" for row in report["rows"]),
         *(f"{name}: {verdict}.\n" for name, verdict in verdicts(report) if verdict != "valid"),
         tables.left_behind(report),
     ]

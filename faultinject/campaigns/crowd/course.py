@@ -8,6 +8,7 @@ replaced before the next one.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +27,9 @@ BATCH = 16
 """Clients that start at once."""
 PROTECTED_S = 15.0
 REPORT_S = 10.0
-LIGHT = ("--words", "64", "--pause-ms", "50")
-"""A client computes and checks its results a few times a second."""
+WORDS = "64"
+PAUSE_MS = {"nvidia": "50", "simulated": "1000"}
+"""Between two steps of a client. On the simulated GPU the processors do all the work."""
 FAILOVER, GUARD = ProtectionLevel.FAILOVER.value, ProtectionLevel.GUARD.value
 
 
@@ -38,7 +40,7 @@ class Trap:
     stall: of the GPU [ms]. failover, guard, other: what status called the clients right before. standby:
     standby contexts that were ready. domains: in which the clients were. lost: clients, with those that
     status had called protected by fail-over among them (`lost_protected`). wrong: clients with wrong results.
-    moved: clients that failed over.
+    moved: clients that failed over. reasons: why clients had no fail-over, with how many had it.
     """
 
     stall: float
@@ -51,6 +53,7 @@ class Trap:
     lost_protected: int
     wrong: int
     moved: int
+    reasons: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -100,7 +103,7 @@ class Crowd(Rounds):
             offender.require("ready", timeout=self._left(30.0))
             self._fill(row)
             self._await_levels(row.clients)
-            levels, standby, domains = self._protection()
+            levels, reasons, standby, domains = self._protection()
             self._reset_reports()
             self._bystander.stall()
             at = offender.tell("go")
@@ -126,6 +129,7 @@ class Crowd(Rounds):
             lost_protected=sum(levels.get(worker.pid) == FAILOVER for worker in lost),
             wrong=wrong,
             moved=len(moved),
+            reasons=reasons,
         )
 
     def _fill(self, row: Row) -> None:
@@ -145,19 +149,24 @@ class Crowd(Rounds):
     def _start_client(self) -> Worker:
         self._left(0.0)
         self._started += 1
-        options = ("--seed", str(self._started), *LIGHT, *self._libraries.server_options)
+        pause_ms = PAUSE_MS[self._rig.node.name]
+        options = ["--seed", str(self._started), "--words", WORDS, "--pause-ms", pause_ms]
+        options += self._libraries.server_options
         return self._spawn_proxied(f"client-{self._started}", "server", *options)
 
-    def _protection(self) -> tuple[dict[int, str], int, int]:
-        """Return the level of each client by pid, ready standby contexts, and domains with clients."""
+    def _protection(self) -> tuple[dict[int, str], dict[str, int], int, int]:
+        """Return the level of each client by pid, the count of each reason why it is not fail-over, ready
+        standby contexts, and domains with clients."""
         status = self._rig.mpsd.status()
         pids = {worker.pid for worker in self._servers}
         rows = [client for client in status["clients"] if client["pid"] in pids]
         levels = {client["pid"]: str(client["protected"]["level"]) for client in rows}
+        reasons = Counter({c["pid"]: str(c["protected"]["why"]) for c in rows}.values())
+        del reasons[""]
         programs: list[Mapping[str, Any]] = [p for slot in status["slots"] for p in slot["programs"]]
         ready = sum(p["standing"] == "ready" for p in programs)
         targets = {d["id"] for d in status["domains"] if d["role"] == "spare"}
-        return levels, ready, len({client["domain"] for client in rows} - targets)
+        return levels, dict(reasons), ready, len({client["domain"] for client in rows} - targets)
 
     def _await_levels(self, clients: int) -> None:
         """Wait until as many clients have fail-over as there are standby contexts, and the others guard."""
