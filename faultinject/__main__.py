@@ -16,6 +16,8 @@ from typing import Any
 
 from faultinject.campaigns import check, matrixreport, numerics, sources, takeover, tryout
 from faultinject.campaigns.attacks import command as attacks
+from faultinject.campaigns.crowd import command as crowd
+from faultinject.campaigns.defaults import command as defaults
 from faultinject.campaigns.failover import command as failover
 from faultinject.campaigns.matrix import (
     Matrix,
@@ -100,23 +102,38 @@ def _add_fault_runs(
     repeated_what: str,
     libcuda: str = "the folder with the proxy's libcuda.so.1",
 ) -> None:
-    """Add the options of commands that repeat faults beside programs.
+    """Add the options of commands that repeat faults beside programs."""
+    parser.add_argument("--faults", type=number(1, 1000), default=3, help="of each kind (default: 3)")
+    _add_proxied_runs(parser, repeated_what, libcuda)
 
-    `of`: the parts with logs of their own.
+
+def _add_proxied_runs(
+    parser: argparse.ArgumentParser,
+    logged_part: str,
+    libcuda: str = "the folder with the proxy's libcuda.so.1",
+    *,
+    deadline: float = 120.0,
+    limited: str = "each kind",
+) -> None:
+    """Add the options of commands with programs under the proxy.
+
+    `logged_part`: it has logs of its own. `deadline` [s]: the default for what is `limited`.
     """
     _add_backend(parser)
     _add_common(parser)
-    parser.add_argument("--faults", type=number(1, 1000), default=3, help="of each kind (default: 3)")
-    parser.add_argument("--deadline", type=seconds, default=120.0, help="seconds for each kind")
+    text = f"seconds for {limited} (default: {deadline:.0f})"
+    parser.add_argument("--deadline", type=seconds, default=deadline, help=text)
     parser.add_argument("--libcuda", type=Path, metavar="DIR", help=libcuda)
     parser.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in's, for the simulated GPU")
-    parser.add_argument("--out", type=Path, help=f"keep the logs of each {repeated_what} here")
+    parser.add_argument("--out", type=Path, help=f"keep the logs of each {logged_part} here")
 
 
 _TYPES = SimpleNamespace(
     backends=BACKENDS,
     common=_add_common,
+    counts=counts,
     fault_runs=_add_fault_runs,
+    proxied_runs=_add_proxied_runs,
     names=names,
     number=number,
     seconds=seconds,
@@ -189,6 +206,8 @@ def parser() -> argparse.ArgumentParser:
     numerics.add_parser(commands, _TYPES)
     serving.add_parser(commands, _TYPES)
     attacks.add_parser(commands, _TYPES)
+    defaults.add_parser(commands, _TYPES)
+    crowd.add_parser(commands, _TYPES)
     render = commands.add_parser("render", help="render a report as Markdown")
     render.add_argument("report", type=Path)
     render.set_defaults(go=_render)

@@ -9,6 +9,8 @@ from typing import Any
 
 from faultinject.campaigns import bench, matrixreport, numerics, sources, sweep, takeover
 from faultinject.campaigns.attacks import command as attacks
+from faultinject.campaigns.crowd import command as crowd
+from faultinject.campaigns.defaults import reports as defaults
 from faultinject.campaigns.failover import reports as failover
 from faultinject.campaigns.measure import report as measure
 from faultinject.campaigns.proxy import reports as proxy
@@ -53,6 +55,8 @@ KINDS = (
     Kind("numerics", numerics.load, numerics.verdicts, numerics.markdown),
     Kind("serving", serving.load, serving.verdicts, serving.markdown),
     Kind("attacks", attacks.load, attacks.verdicts, attacks.markdown),
+    Kind("defaults", defaults.load, defaults.verdicts, defaults.markdown),
+    Kind("crowd", crowd.load, crowd.verdicts, crowd.markdown),
     Kind("sweep", sweep.load, sweep.verdicts, sweep.markdown),
     Kind("bench", bench.load, lambda data: [], bench.markdown),
     Kind("measure", measure.load, lambda data: [], measure.markdown),

@@ -75,6 +75,11 @@ class Libraries:
             fields["vault"] = 0
         return {**self.plain(environment), **named, **debug.variable(**fields)}
 
+    def joined(self, environment: Mapping[str, str], socket: Path) -> dict[str, str]:
+        """Return the environment of a user's program, which names the socket and the library alone."""
+        named = {"MPSD_SOCKET": str(socket), "MPSD_LIBCUDA_DIR": str(self.proxy)}
+        return {**self.plain(environment), **named}
+
     @property
     def server_options(self) -> tuple[str, ...]:
         """Return options of programs.server that make kernels of the stand-in driver last.

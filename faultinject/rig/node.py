@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mpsd.base.errors import UnsupportedError, UsageError
 from mpsd.gpu.base import Backend
 
 BACKENDS = ("nvidia", "simulated")
+SIMULATED_DIR = "simulated.dir"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def open_simulated_node(base: Path, gpus: int = 1) -> Node:
         device="SIMULATED",
         driver=backend.devices.driver_version(),
         environment={**backend.control_environment, "MPSD_SIM_DIR": str(directory)},
-        settings={**_SETTINGS, "simulated.dir": f'"{directory}"'},
+        settings={**_SETTINGS, SIMULATED_DIR: f'"{directory}"'},
         bars=False,
         busy_s=0.4,
         quiet_s=0.5,
@@ -150,6 +151,12 @@ def open_nvidia_node(base: Path) -> Node:
 def _client_limit(driver: str) -> int:
     """Return the client limit of a server: 48 up to branch 580, 60 from 610 on, less a margin."""
     return (60 if int(driver.split(".")[0]) >= 610 else 48) - 4
+
+
+def without_settings(node: Node) -> Node:
+    """Return the node with mpsd's defaults: of its settings only those without which mpsd does not run."""
+    needed = {name: value for name, value in node.settings.items() if name == SIMULATED_DIR}
+    return replace(node, settings=needed)
 
 
 def open_node(name: str, base: Path) -> Node:

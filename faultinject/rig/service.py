@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -116,6 +117,15 @@ class MpsdService:
         for section, keys in sections.items():
             lines += ["", f"[{section}]", *keys]
         return "\n".join(lines) + "\n"
+
+    def setting_names(self) -> list[str]:
+        """Return the keys of its configuration file, as section.key."""
+        found = tomllib.loads(self._config.read_text(encoding="utf-8"))
+        return [
+            f"{name}.{key}" if key else name
+            for name, value in found.items()
+            for key in (value if isinstance(value, dict) else ("",))
+        ]
 
     @property
     def pid(self) -> int:

@@ -48,7 +48,9 @@ UP_S, MAX_BLOCK_S = 90.0, 60.0
 
 
 class ProgramRounds(Rounds):
-    """As Rounds, with paired programs instead of servers."""
+    """As Rounds, with paired programs instead of servers. `first_steps`: of a program, before its blocks."""
+
+    first_steps = FIRST_STEPS
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class ProgramRounds(Rounds):
         message = worker.require("imported", "lacking", timeout=UP_S)
         if message.what == "lacking":
             raise UnsupportedError(f"{work} cannot run here: {message.data['text']}", remedy="install it")
-        worker.tell("begin", steps=FIRST_STEPS)
+        worker.tell("begin", steps=self.first_steps)
         begun = worker.require("begun", timeout=UP_S)
         digests.append(begun.data["digest"])
         return list(begun.data["times"])

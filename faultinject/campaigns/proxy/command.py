@@ -16,9 +16,10 @@ from faultinject.campaigns.proxy import crowded, deaths, judge, memory_end, numb
 from faultinject.evidence import files, revision, tables
 from faultinject.evidence.files import tell_stderr
 from faultinject.programs.workloads import NAMES, ON_SIMULATED
+from faultinject.registry import kinds
 from faultinject.registry.history import History
 from faultinject.rig.libraries import Libraries, add_reads, find_libraries
-from faultinject.rig.node import Node, open_node
+from faultinject.rig.node import Node, open_node, without_settings
 from faultinject.rig.rig import Rig
 from mpsd.base.errors import UsageError
 
@@ -112,15 +113,19 @@ def _run_parts(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict
     found["leftovers"] = leftovers
 
     @contextmanager
-    def rigged(part: str, settings: Mapping[str, str]) -> Iterator[Rig]:
+    def rigged(part: str, settings: Mapping[str, str] | None) -> Iterator[Rig]:
+        """Run a rig. Without `settings` mpsd has its defaults."""
         logs = plan.out / part if plan.out else None
-        with History() as history, Rig(node, "mpsd", history, settings=settings, logs_to=logs) as rig:
+        mode, of_node = ("mpsd", node) if settings is not None else (kinds.AUTO, without_settings(node))
+        with (
+            History() as history,
+            Rig(of_node, mode, history, settings=settings, logs_to=logs, libraries=libraries) as rig,
+        ):
             yield rig
         leftovers.extend(rig.leftovers)
 
     if plan.programs is not None:
-        moved = any(mode in judge.STANDBY_MODES for mode in plan.modes)
-        with rigged("programs", {**SETTINGS, **(libraries.failover_settings() if moved else {})}) as rig:
+        with rigged("programs", _settings(plan.modes, libraries)) as rig:
             found["programs"] = pairs.run_programs(
                 rig,
                 libraries,
@@ -147,6 +152,14 @@ def _run_parts(node: Node, plan: Plan, libraries: Libraries, base: Path) -> dict
         with rigged("numba", SETTINGS) as rig:
             found["numba"] = numba_suite.run(rig, libraries, plan.numba, base, tell_stderr)
     return found
+
+
+def _settings(modes: Sequence[str], libraries: Libraries) -> Mapping[str, str] | None:
+    """Return the settings for programs in these modes; None for mpsd's defaults."""
+    if judge.AUTO in modes:
+        return None
+    moved = any(mode in judge.STANDBY_MODES for mode in modes)
+    return {**SETTINGS, **(libraries.failover_settings() if moved else {})}
 
 
 def execute(plan: Plan, json_path: Path | None, markdown_path: Path | None) -> int:
@@ -223,6 +236,8 @@ def _run_command(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"there is no mode {mode!r} of the proxy", remedy=f"of: {', '.join(pairs.MODES)}"
             )
+    if judge.AUTO in args.modes and len(args.modes) > 1:
+        raise UsageError("mode auto needs a daemon without settings", remedy="run mode auto by itself")
     if args.within and judge.VALIDATED in args.modes:
         raise UsageError(
             "--within times steps, and those of mode validate are not judged by time",

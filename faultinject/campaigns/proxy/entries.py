@@ -8,6 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from faultinject.campaigns.proxy.judge import (
+    AUTO,
+    DEFAULT_BAR,
     STEP_BAR,
     TRAINING_BAR,
     Pair,
@@ -31,9 +33,10 @@ def figures(pair: Pair, facts: Mapping[str, Any]) -> dict[str, Any]:
     found, noise = ratio(proxied.blocks, plain.blocks), ratio(pair.again.blocks, plain.blocks)
     # Older reports have no such figures.
     within = pair.within
-    more = {}
+    more: dict[str, Any] = {}
     if within:
         more = {"within_ratio": _data(within.ratio()), "within_noise": _data(within.noise())}
+        more["within_error"] = within.error()
         cpu = within.cpu_ratio()
         more |= {"within_cpu": _data(cpu)} if cpu else {}
     return {
@@ -55,6 +58,8 @@ def _data(found: Ratio | None) -> dict[str, Any] | None:
 
 def step_bar(mode: str, program: str) -> float:
     """Return the limit on the step time: mode exact saves what a training step writes."""
+    if mode == AUTO:
+        return DEFAULT_BAR
     return TRAINING_BAR if mode == "exact" and program in TRAININGS else STEP_BAR
 
 

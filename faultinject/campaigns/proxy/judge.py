@@ -30,6 +30,9 @@ from faultinject.registry.verdicts import (
 STEP_BAR, TRAINING_BAR, MEMORY_BAR = 0.01, 0.05, 0.02
 FAILOVER_MODES = ("keep", "exact")
 GUARDED = "guard"
+AUTO = "auto"
+DEFAULT_BAR = 0.03
+"""The limit on the step time in mode auto: what saving may add by default."""
 VALIDATED = "validate"
 STANDBY_MODES = (*FAILOVER_MODES, VALIDATED)
 """The modes in which programs have a standby context."""
@@ -95,6 +98,11 @@ class Within:
         if self.cpu is None:
             return None
         return through_to_past(*(self.cpu[name] for name in BLOCKS))
+
+    def error(self) -> float | None:
+        """Return how far off the median of ratio() may be: twice its standard error."""
+        found = self.ratio()
+        return None if found is None else ERRORS * standard_error(found, len(self.through))
 
     def noise(self) -> Ratio | None:
         """Return the ratio of the two blocks past the proxy."""
@@ -321,7 +329,7 @@ def _same_within(within: Within, pair: Pair) -> Judgement:
 
 def memory_same(pair: Pair) -> Judgement:
     """The memory of a standby context has no limit: it is reported."""
-    if pair.mode in STANDBY_MODES or pair.plain.failure or pair.proxied.failure:
+    if pair.mode in (*STANDBY_MODES, AUTO) or pair.plain.failure or pair.proxied.failure:
         return None
     found, noise = memory_ratio(pair.proxied, pair.plain), memory_ratio(pair.again, pair.plain)
     if found is None or noise is None:

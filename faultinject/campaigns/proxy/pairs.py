@@ -19,6 +19,7 @@ from typing import Any
 
 from faultinject.campaigns.proxy.entries import judged, progress
 from faultinject.campaigns.proxy.judge import (
+    AUTO,
     FAILOVER_MODES,
     GUARDED,
     STANDBY_MODES,
@@ -42,12 +43,13 @@ from faultinject.rig.rig import Rig
 from faultinject.rig.worker import Worker
 from mpsd.base.errors import DeadlineError, UnsupportedError, UsageError
 
-MODES = ("forward", "vault", GUARDED, *STANDBY_MODES)
+MODES = ("forward", "vault", GUARDED, *STANDBY_MODES, AUTO)
 """The modes of a program.
 
 forward: every call is passed through. vault: memory in the window and in the vault. guard: and a guard over
 the program's own host memory. keep, exact: and a standby context. validate: as exact, with all memory of the
-program compared after each operation, which takes many times as long.
+program compared after each operation, which takes many times as long. auto: as mpsd-run starts a program
+without a configuration; it runs by itself, because its daemon has no settings.
 """
 
 GUARD_BYTES = 16 << 30
@@ -139,6 +141,9 @@ class Group:
         if name not in MODES:
             environment = libraries.plain(service.client_environment())
             return self._spawn_alike(name, arguments, environment, ())
+        if name == AUTO:
+            environment = libraries.joined(service.environment, service.socket)
+            return self._spawn_alike(name, arguments, environment, MPSD_RUN)
         environment = libraries.proxied(
             service.environment,
             service.socket,
@@ -223,6 +228,8 @@ class Group:
         message = process.worker.require("begun", timeout=_time_limit(process, UP_S))
         if process.name in FAILOVER_MODES:
             self._wait_ready(process)
+        if process.name == AUTO:
+            self._await_protected(process)
         grown = self.rig.node.gpu_memory_used() - before
         # The simulated GPU does not know the memory of C programs.
         process.memory = grown if grown >= MIN_MEMORY else None
@@ -243,6 +250,16 @@ class Group:
 
         if self.rig.mpsd.until(ready, READY_S) is None:
             raise DeadlineError(f"it had no standby within {READY_S:.0f} s: {process.failover}")
+
+    def _await_protected(self, process: PairedProcess) -> None:
+        """Wait until the program has the level of the node. One that does not get it runs on."""
+
+        def protected(status: Mapping[str, Any]) -> bool:
+            process.failover = _protection(process, status)
+            level = status["protection"]["level"]
+            return process.failover is not None and process.failover["level"] == level
+
+        self.rig.mpsd.until(protected, READY_S)
 
     def _process_memory(self, pid: int) -> int | None:
         devices = self.rig.node.backend.devices
@@ -297,6 +314,8 @@ class Group:
             process.stats = read_stats(process.worker.pid) or process.stats
         if process.name in STANDBY_MODES:
             process.failover = _standing(process, self.rig.mpsd.status())
+        if process.name == AUTO:
+            process.failover = _protection(process, self.rig.mpsd.status())
         process.worker.tell("finish")
         process.digests.append(process.worker.require("finished", timeout=STEP_S).data["digest"])
         process.worker.tell("stop")
@@ -316,6 +335,13 @@ def _standing(process: PairedProcess, status: Mapping[str, Any]) -> Mapping[str,
     rows = [p for slot in status["slots"] for p in slot["programs"]]
     program = next((p for p in rows if p["pid"] == process.worker.pid), None)
     return program and {name: program[name] for name in ("mode", "standing", "reason", "opaque", "unsure")}
+
+
+def _protection(process: PairedProcess, status: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the program's column PROTECTED of status; None if it is not listed."""
+    rows = (client["protected"] for client in status["clients"] if client["pid"] == process.worker.pid)
+    found: Mapping[str, Any] | None = next(rows, None)
+    return found
 
 
 def process_data(process: PairedProcess, *, by_device: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from faultinject.campaigns.proxy import crowded, deaths, entries, memory_end, numba_suite
-from faultinject.campaigns.proxy.judge import VALIDATED
+from faultinject.campaigns.proxy.judge import AUTO, DEFAULT_BAR, VALIDATED
 from faultinject.evidence import files, schema, tables
 from faultinject.registry.verdicts import Verdict
 from mpsd.base.errors import UsageError
@@ -173,6 +173,7 @@ def part_lines(data: Mapping[str, Any]) -> list[str]:
         for e in data["programs"] or ()
         if e["mode"] == VALIDATED and not e["not_run"] and e["proxied"]["stats"]
     ]
+    lines += [default_line(e) for e in data["programs"] or () if e["mode"] == AUTO and not e["not_run"]]
     if (killed := data["deaths"]) is not None:
         lines.append(f"Deaths: {killed.get('verdict') or 'not run'}: {deaths_line(killed)}")
     if (numba := data["numba"]) is not None:
@@ -194,6 +195,24 @@ def validation_line(seen: Mapping[str, Any]) -> str:
         f"{seen['strays']} pages were written outside the parameters, module variables "
         f"{seen['variables']} times; {seen['unread']} code images could not be checked"
     )
+
+
+def default_line(entry: Mapping[str, Any]) -> str:
+    """Return the protection of a program without a configuration, and what it costs a step."""
+    shown = entry["proxied"]["failover"]
+    called = f"{shown['level']}{_in_brackets(shown['why'])}" if shown else "not listed"
+    found, error = (entry["figures"].get(f"within_{what}") for what in ("ratio", "error"))
+    if not found or error is None:
+        return f"{entry['program']}: status called it {called}."
+    low, high = found["median"] - error, found["median"] + error
+    return (
+        f"{entry['program']}: status called it {called}; a step took {found['median']:.4f} of the time past "
+        f"the proxy, {low:.4f} to {high:.4f} (two standard errors); the limit is {1 + DEFAULT_BAR:.2f}."
+    )
+
+
+def _in_brackets(why: str) -> str:
+    return f" ({why})" if why else ""
 
 
 def deaths_line(killed: Mapping[str, Any]) -> str:
@@ -228,10 +247,11 @@ def complaints(data: Mapping[str, Any]) -> list[str]:
 
 _LEGEND = (
     "Modes. forward: the proxy passes every call through. vault: memory is in the window and in mpsd's "
-    "vault. keep, exact: and a standby context, in that mode of fail-over. Columns. ratio: step time with "
-    "the proxy to that without, median over the rounds, and the range that holds half of them. noise: the "
-    "same ratio of two processes without the proxy. memory: GPU memory with the proxy to that without. "
-    "vaulted: in the window once the program had started. `-`: not measured."
+    "vault. keep, exact: and a standby context, in that mode of fail-over. auto: as mpsd-run starts a "
+    "program without a configuration. Columns. ratio: step time with the proxy to that without, median over "
+    "the rounds, and the range that holds half of them. noise: the same ratio of two processes without the "
+    "proxy. memory: GPU memory with the proxy to that without. vaulted: in the window once the program had "
+    "started. `-`: not measured."
 )
 _LEGEND_OF_BEATS = "{program}: instead of the step time, {beat}, the fastest tenth of each round."
 _LEGEND_OF_BLOCKS = (

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-TRAININGS = ("transformer", "convolution", "expandable")
-TORCH = (*TRAININGS, "graphs", "streams", "pinned", "sharing", "generate", "generate_large", "serving")
+TRAININGS = ("transformer", "convolution", "expandable", "compiled", "mixed")
+GENERATIONS = ("generate", "generate_large", "generate_llama")
+TORCH = (*TRAININGS, *GENERATIONS, "graphs", "streams", "pinned", "sharing", "serving")
 BINDINGS = (
     "bindings",
     "bindings_copies",

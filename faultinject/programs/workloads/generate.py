@@ -13,7 +13,7 @@ from dataclasses import dataclass
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from faultinject.programs.basics.pytorch import (
     DEVICE,
@@ -66,28 +66,34 @@ class Size:
 SMALL = Size(width=256, layers=4, heads=4, new=32)
 
 
+def gpt2(size: Size) -> PreTrainedModel:
+    config = GPT2Config(
+        vocab_size=WORDS,
+        n_positions=PROMPT + size.new,
+        n_embd=size.width,
+        n_layer=size.layers,
+        n_head=size.heads,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
 class Generation:
-    def __init__(self, seed: int, size: Size = SMALL) -> None:
+    """`build` makes the model. `new`: tokens of one step."""
+
+    def __init__(self, seed: int, build: Callable[[], PreTrainedModel], new: int) -> None:
         prepare(seed)
         self.beats: list[float] = []
         self._pace = Pace(self.beats)
-        config = GPT2Config(
-            vocab_size=WORDS,
-            n_positions=PROMPT + size.new,
-            n_embd=size.width,
-            n_layer=size.layers,
-            n_head=size.heads,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=0,
-        )
-        self._new = size.new
+        self._new = new
         # Not on the host first: billions of random numbers take minutes there.
         with torch.device(DEVICE):
-            self.model = GPT2LMHeadModel(config).eval()
+            self.model = build().eval()
         self.prompt = torch.randint(1, WORDS, (BATCH, PROMPT), device=DEVICE)
         self.sequences: list[torch.Tensor] = []
-        self.logits_sum = torch.zeros(BATCH, WORDS, device=DEVICE)
+        self.logits_sum = torch.zeros(BATCH, self.model.config.vocab_size, device=DEVICE)
         self.steps = 0
         wait()
 
@@ -127,4 +133,4 @@ class Generation:
 
 
 def start(seed: int, backend: str) -> Generation:
-    return Generation(seed)
+    return Generation(seed, lambda: gpt2(SMALL), SMALL.new)

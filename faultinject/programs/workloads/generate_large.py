@@ -9,6 +9,7 @@ from faultinject.programs.workloads.generate import (
     UNTIMED,
     Generation,
     Size,
+    gpt2,
 )
 
 __all__ = ["BEAT", "PER_STEP", "UNIT", "UNTIMED", "start"]
@@ -18,4 +19,4 @@ LARGE = Size(width=4096, layers=8, heads=32, new=4)
 
 
 def start(seed: int, backend: str) -> Generation:
-    return Generation(seed, LARGE)
+    return Generation(seed, lambda: gpt2(LARGE), LARGE.new)
