@@ -239,14 +239,14 @@ class Guard:
         "consequence of a guard hit for the client: evict, absorb (record only), or freeze for inspection",
     )
     zones_bytes_per_gpu: int = _key(
-        256 << 30,
+        64 << 30,
         "limit of address space under zones of all clients of a GPU; only a hit takes memory",
         unit="bytes",
         low=0,
         high=1 << 46,
     )
     zones_bytes_per_client: int = _key(
-        32 << 30,
+        16 << 30,
         "limit of address space under zones of one client, with far zones",
         unit="bytes",
         low=0,
