@@ -353,6 +353,13 @@ class FailoverSettings:
         False,
         "make standby contexts only during a move: saves GPU memory, and programs pause longer",
     )
+    standby_contexts: int = _key(
+        12,
+        "limit of standby contexts on one GPU; programs beyond it stay at guard. Each one lengthens the time "
+        "for which the GPU stands still at an SM exception",
+        low=1,
+        high=64,
+    )
     per_minute: int = _key(
         3,
         "limit of moves of one program within a minute; beyond it the program meets the fault's error",
