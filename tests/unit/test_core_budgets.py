@@ -354,6 +354,25 @@ def test_a_participant_that_left_has_no_standby_and_is_never_moved() -> None:
     assert 10 not in world.offered() and world.standing(10) is Standing.WAITING
 
 
+def test_the_record_of_a_fault_counts_lost_clients_that_had_left() -> None:
+    world = Node().takes_part(10, 11, 12)
+    world.leaves(10)
+    world.leaves(11, TOO_SLOW)
+    world.attach(20, "d1")
+    world.fault(20)
+    note = "Lost clients that had left fail-over before: 1 for the memory budget and 1 for the time budget"
+    assert note in world.record().action
+    world.die(10)
+    world.wait(1).kernel(31, "MMU Fault", pid=20)
+    world.timer("fault-revision", world.record().id)
+    assert world.record().revision > 1 and note in world.record().action
+    assert {f.process.pid: f.left for f in world.failover().fates} == {
+        10: SnapshotBudget.MEMORY,
+        11: SnapshotBudget.TIME,
+        12: None,
+    }
+
+
 def test_a_participant_that_left_while_it_moved_arrives_and_gets_no_other_standby() -> None:
     world = Node().takes_part(10).are_ready(10)
     world.attach(12, "d1")
@@ -438,7 +457,7 @@ def test_the_ones_with_a_standby_context_keep_it_over_a_fault() -> None:
     world.fault(20)
     assert world.told() == [10, 11]
     fate = next(f for f in world.failover().fates if f.process.pid == 12)
-    assert fate.why == "2 standby contexts are the most on its GPU"
+    assert fate.why == "its GPU has no more than 2 standby contexts"
     world.moved(10, 2)
     world.moved(11, 2)
     world.die(12)

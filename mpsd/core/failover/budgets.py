@@ -180,6 +180,14 @@ def full_gpu(state: State, participant: Participant) -> str | None:
     return next((g for g in gpus if len(standbys_on(state, g) - {participant.process}) >= most), None)
 
 
+def contexts_on(state: State, gpu: str) -> tuple[int, int]:
+    """Return the number of clients' contexts on this GPU, and of standby contexts."""
+    here = {d.id for d in state.domains.values() if gpu in d.gpus and not d.is_dead}
+    clients = [c for c in state.clients.values() if c.living and c.id.domain in here]
+    standbys = sum(1 for c in clients if state.is_standby_context(c))
+    return len(clients) - standbys, standbys
+
+
 def standbys_on(state: State, gpu: str) -> frozenset[ProcessInstance]:
     """Return the processes that have a standby context on this GPU, or were offered one."""
     here = {d.id for d in state.domains.values() if gpu in d.gpus and not d.is_dead}

@@ -223,7 +223,7 @@ class ParticipantOutcome:
 
     Times in ms since it was told to move, as it reports. Exceptions by the daemon's clock: `turn_ms`, when
     its turn was given (unless it replayed at once), and `done_ms`, when it reported the end of its replay.
-    `whose`: its finding about the origin of the fault.
+    `whose`: its finding about the origin of the fault. `left`: the budget for which it had left fail-over.
     """
 
     process: ProcessInstance
@@ -241,6 +241,7 @@ class ParticipantOutcome:
     restored_bytes: int = 0
     replayed: int = 0
     whose: ExceptionOwner = ExceptionOwner.UNKNOWN
+    left: SnapshotBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,9 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
 def _offer(draft: Draft, participant: Participant, target: Domain) -> None:
     """Offer the standby domain, unless a GPU has too many standby contexts."""
     if full := budgets.full_gpu(draft.state, participant):
-        draft.put_participant(replace(participant, capped=full))
+        most = draft.state.policy.standby_contexts
+        why = f"its GPU has no more than {most} standby contexts"
+        draft.put_participant(replace(participant, capped=full, reason=why))
         return
     offered = replace(participant, standing=Standing.OFFERED, generation=target.generation, reason="")
     draft.put_participant(replace(offered, ready_ms=None, bytes=0, capped=None))
@@ -217,7 +219,7 @@ def reason_not_to_move(draft: Draft, participant: Participant, target: Domain | 
     if target is None:
         return "no standby domain was available"
     if participant.capped is not None:
-        return f"{draft.state.policy.standby_contexts} standby contexts are the most on its GPU"
+        return participant.reason
     if participant.standing is not Standing.READY or participant.generation != target.generation:
         return f"the standby context was not ready: {participant.reason or participant.standing.value}"
     if len(recent) >= limit:
@@ -451,9 +453,10 @@ def _entry(state: State, participant: Participant, refusal: str, suspect: bool) 
     outcome = Outcome.NOT_TOLD if refusal else Outcome.TOLD
     told_ms = None if refusal else 0.0
     command = facts.command if facts is not None else ""
-    return ParticipantOutcome(
+    entry = ParticipantOutcome(
         participant.process, participant.uid, command, outcome, refusal, suspect, told_ms
     )
+    return replace(entry, left=participant.excess.budget if participant.excess is not None else None)
 
 
 def _evict_offenders(draft: Draft, sure: Iterable[ProcessInstance], target: Domain | None) -> None:

@@ -116,7 +116,7 @@ class MemberHolds:
 
 @dataclass(frozen=True, slots=True)
 class MemberCost:
-    """What saving cost the program in the last period."""
+    """The program reports the cost of saving in the last period."""
 
     process: ProcessInstance
     cost: SavingCost
