@@ -259,7 +259,7 @@ class NodeProtection:
         found = []
         for uuid, stall_ms in self.stalls(state).items():
             contexts, standbys = contexts_on(state, uuid)
-            now = f"{contexts} client contexts and {standbys} standby contexts"
+            now = f"{contexts} client context(s) and {standbys} standby context(s)"
             length = "not measured" if stall_ms is None else f"about {stall_ms:.0f} ms"
             remedy = "" if stall_ms is None else "fewer contexts shorten it: [failover] standby_contexts"
             name = f"stall of GPU {self._gpus[uuid].index}"
