@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpsd.core.vault import Limits, Quota
+from mpsd_libcuda.stats import read_stats
 from tests.support import moving
 from tests.support.libcudas import DEADLINE_S, Libraries, build_libraries, run
 from tests.support.long import of
@@ -183,6 +184,11 @@ class Moved:
         assert (said.kind, said.generation) == (moving.MOVED, self.generation)
         return said.text
 
+    def has_left(self) -> bool:
+        """Return whether the program has left fail-over because of a budget."""
+        stats = read_stats(self.process.pid)
+        return stats is not None and stats.snapshots.left != 0
+
     def end(self) -> str:
         try:
             said, wrong = self.process.communicate(timeout=DEADLINE_S)
@@ -190,6 +196,42 @@ class Moved:
             self.process.kill()
             said, wrong = self.process.communicate()
         return f"{self.process.returncode} {said}{wrong[-6000:]}"
+
+
+def leave_with_threads(libraries: Libraries, folder: Path, relay: str) -> None:
+    """Run a program with several threads until saving exceeds its time budget, and then on.
+
+    The stand-in's memory is so slow that each wait counts.
+    """
+    for number in range(2):
+        shutil.copyfile(libraries.real, folder / f"libcuda-{number}.so.1")
+    with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as where, open_post(Path(where)) as post:
+        program = Moved(
+            libraries,
+            folder,
+            MPSD_FAILOVER_SOCKET=str(post.path),
+            MPSD_FAILOVER="exact",
+            MPSD_STANDIN_MEMORY_CLOCK="100",
+            MPSD_STANDIN_BUS_WIDTH="100",
+            settle_ms="0",
+            relay=relay,
+        )
+        try:
+            line = post.greet(moving.EXACT, budget=1)
+            program.stand_by(line)
+            until(lambda: program.rounds() == (0, 0) and program.has_left(), "it has left")
+            assert line.hear(moving.LEAVES).values[0] == 1
+            while line.hear(moving.HOLDS).values[0]:
+                pass
+            for _ in range(3):
+                assert program.rounds() == (0, 0)
+            line.say(moving.MOVE, program.generation, again=1)
+            line.hear(moving.STAYED)
+            assert program.rounds() == (0, 0)
+            assert program.end() == "0 ok\n"
+        finally:
+            program.process.kill()
+            program.process.communicate()
 
 
 def test_no_report_of_a_program_that_is_moved(sanitized: Libraries, tmp_path: Path) -> None:
@@ -254,3 +296,8 @@ def test_no_report_of_a_program_that_loses_nothing(sanitized: Libraries, tmp_pat
         finally:
             program.process.kill()
             program.process.communicate()
+
+
+@pytest.mark.parametrize("relay", ["off", "always"])
+def test_no_report_of_a_program_that_leaves(sanitized: Libraries, tmp_path: Path, relay: str) -> None:
+    leave_with_threads(sanitized, tmp_path, relay)

@@ -16,8 +16,8 @@ from tests.support.simnode import until
 
 MAGIC, VERSION = 0x726F6C66, 1
 HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE, UNSURE = range(1, 10)
-SHORT, GAVE, LOOKED, LEFT = range(10, 14)
-WELCOME, STANDBY, STAND_DOWN, MOVE, TURN, FENCED, GIVE, ROOM = range(65, 73)
+SHORT, GAVE, LOOKED, LEFT, HOLDS, COST, LEAVES = range(10, 17)
+WELCOME, STANDBY, STAND_DOWN, MOVE, TURN, FENCED, GIVE, ROOM, LIMIT = range(65, 74)
 _LAYOUT = struct.Struct("=IHHIIQ6Q112s128s")
 KEEP, EXACT = 1, 2
 DEADLINE_S = 20.0
@@ -38,6 +38,8 @@ class Line:
         self._sock = sock
         self.mode = KEEP
         self.unsure: list[str] = []
+        self.held: list[tuple[int, int]] = []
+        """Values of HOLDS that no test asked for."""
         sock.settimeout(DEADLINE_S)
 
     def say(
@@ -53,15 +55,17 @@ class Line:
         short: bool = False,
         look: bool = False,
         left: bool = False,
+        budget: int | None = None,
         value: int = 0,
         number: int = 0,
     ) -> None:
         """Send a message.
 
-        `planned` and `again` belong to MOVE; `lazy`, `short`, `look`, `left` to WELCOME; `value` to GIVE or
-        ROOM; `number` to ROOM.
+        `planned` and `again` belong to MOVE; `lazy`, `short`, `look`, `left`, `budget` to WELCOME; `value` to
+        GIVE, ROOM or LIMIT; `number` to ROOM.
         """
-        values = (int(planned or lazy or value), int(again or short or number), int(look), int(left), 0, 0)
+        values = (int(planned or lazy or value), int(again or short or number), int(look), int(left))
+        values += (int(budget is not None), budget or 0)
         words = (path.encode(), text.encode())
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))
 
@@ -74,10 +78,16 @@ class Line:
         return said
 
     def hear(self, *kinds: int) -> Said:
-        """Return the next message, which must be of these kinds. UNSURE is kept aside unless requested."""
+        """Return the next message, which must be of these kinds.
+
+        UNSURE and HOLDS are kept aside unless requested; COST is dropped.
+        """
         said = self._next()
-        while said.kind == UNSURE and UNSURE not in kinds:
-            self.unsure.append(said.text)
+        while said.kind in (UNSURE, HOLDS, COST) and said.kind not in kinds:
+            if said.kind == UNSURE:
+                self.unsure.append(said.text)
+            elif said.kind == HOLDS:
+                self.held.append(said.values[:2])
             said = self._next()
         assert said.kind in kinds, said
         return said
@@ -127,15 +137,17 @@ class Post:
         short: bool = False,
         look: bool = False,
         left: bool = False,
+        budget: int | None = None,
     ) -> Line:
         """Accept the next program, which has said HELLO, and grant it that mode.
 
-        `short`, `look`, `left`: the program may send SHORT, LOOKED, and LEFT.
+        `short`, `look`, `left`: the program may send SHORT, LOOKED, and LEFT. `budget`: it hears of budgets,
+        with so many thousandths of time; 0 for no time budget.
         """
         line = self.accept()
         line.mode = mode
         line.hear(HELLO)
-        line.say(WELCOME, lazy=lazy, short=short, look=look, left=left)
+        line.say(WELCOME, lazy=lazy, short=short, look=look, left=left, budget=budget)
         # Until it has read the answer, the program is in the mode that it requested.
         until(line.is_read)
         return line

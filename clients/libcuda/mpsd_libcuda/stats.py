@@ -16,8 +16,8 @@ _NAME = "/memfd:mpsd-libcuda"
 _HEAD = struct.Struct("<Q10I20Q256s512s")
 _UNKNOWN = struct.Struct("<Q88s")
 _UNKNOWN_MAX = 64
-_TAIL = struct.Struct("<5Q128sQ")
-"""Trailing fields of validation and `relayed`: zeros in a proxy build that lacks them."""
+_TAIL = struct.Struct("<5Q128sQ5Q")
+"""Trailing fields of validation, `relayed` and snapshots: zeros in a proxy build that lacks them."""
 _BYTES = _HEAD.size + _UNKNOWN_MAX * _UNKNOWN.size + _TAIL.size
 
 
@@ -52,6 +52,22 @@ class Validation:
     variables: int
     unread: int
     first: str
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """Measured cost of mode exact so far.
+
+    `periods`: periods of work that were measured; `saved`: bytes copied to snapshot buffers in them;
+    `added_ns`, `rest_ns`: the time that copying added, and the rest of the periods. `left`: 1 if the program
+    left fail-over for the time budget, 2 for the memory budget, else 0.
+    """
+
+    periods: int
+    saved: int
+    added_ns: int
+    rest_ns: int
+    left: int
 
 
 @dataclass(frozen=True)
@@ -102,9 +118,10 @@ class Stats:
     unknown: Mapping[str, int]
     validation: Validation
     relayed: int
+    snapshots: Snapshots
 
 
-_COUNTED = [field.name for field in fields(Stats)][4:-6]
+_COUNTED = [field.name for field in fields(Stats)][4:-7]
 """Counters in the order of stats.h, between the path and the window."""
 
 
@@ -139,9 +156,8 @@ def decode(data: bytes) -> Stats | None:
         count, name = _UNKNOWN.unpack_from(data, _HEAD.size + number * _UNKNOWN.size)
         if count:
             unknown[_text(name)] += count
-    operations, unsure, strays, variables, unread, first, relayed = _TAIL.unpack_from(
-        data, _BYTES - _TAIL.size
-    )
+    tail = _TAIL.unpack_from(data, _BYTES - _TAIL.size)
+    operations, unsure, strays, variables, unread, first, relayed, *snapshots = tail
     return Stats(
         pid=pid,
         state=State(state),
@@ -153,6 +169,7 @@ def decode(data: bytes) -> Stats | None:
         unknown=unknown,
         validation=Validation(operations, unsure, strays, variables, unread, _text(first)),
         relayed=relayed,
+        snapshots=Snapshots(*snapshots),
         **counts,
     )
 

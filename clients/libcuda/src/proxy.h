@@ -86,6 +86,7 @@ struct mpsd_thread {
 	bool in_host_function;
 	bool works;				/* it has begun to give the driver something (work.c) */
 	uint8_t inside;				/* enum mpsd_inside: where what it allocates may lie (memory.h) */
+	bool is_forced;				/* it waits to end an epoch early (exact/submit.c) */
 	bool is_in_context;			/* the driver has taken a launch of its, and its context is the same since */
 	uint8_t launches;			/* that it gave the driver itself, and when it was looked at how many (relaythread.c) */
 	uint32_t launched_us;

@@ -76,6 +76,12 @@ struct mpsd_stats {
 	uint64_t validate_unread;	/* images of code whose variables nobody knows, or that use the device's heap */
 	char validate_first[128];	/* whose write of either kind was the first */
 	uint64_t relayed;		/* launches that the program's threads have left to a thread of the proxy's */
+	/* 0 in what an earlier build tells. All of mode `exact`: */
+	uint64_t saved_periods;		/* of work that were measured, */
+	uint64_t saved_bytes;		/* copied to snapshot buffers in them, */
+	uint64_t saved_added_ns;	/* that this added to them, as far as is known, */
+	uint64_t saved_rest_ns;		/* and the rest of their time */
+	uint64_t left_budget;		/* enum mpsd_failover_budget: which one the program has left for; 0: none */
 };
 
 _Static_assert(sizeof(struct mpsd_stats) <= MPSD_STATS_BYTES, "the structure has grown too large");

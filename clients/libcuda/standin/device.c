@@ -86,6 +86,13 @@ API CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice dev)
 	return result;
 }
 
+static int given_number(const char *variable)
+{
+	const char *given = getenv(variable);
+
+	return given ? atoi(given) : 0;
+}
+
 API CUresult cuDeviceGetAttribute(int *pi, CUdevice_attribute attrib, CUdevice dev)
 {
 	CUresult result = check(dev, pi);
@@ -95,6 +102,12 @@ API CUresult cuDeviceGetAttribute(int *pi, CUdevice_attribute attrib, CUdevice d
 	switch (attrib) {
 	case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
 		*pi = 9;
+		break;
+	case CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE:
+		*pi = given_number("MPSD_STANDIN_MEMORY_CLOCK");
+		break;
+	case CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH:
+		*pi = given_number("MPSD_STANDIN_BUS_WIDTH");
 		break;
 	case CU_DEVICE_ATTRIBUTE_WARP_SIZE:
 		*pi = 32;

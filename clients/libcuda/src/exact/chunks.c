@@ -9,7 +9,9 @@
 
 #include "clock.h"
 #include "debug.h"
+#include "exact/limit.h"
 #include "exact/saver.h"
+#include "exact/spending.h"
 #include "exact/undo.h"
 #include "failover/line.h"
 #include "failover/undoroom.h"
@@ -30,9 +32,11 @@ static struct chunk {
 static unsigned int chunk_count, chunk_now;
 static size_t chunk_used;		/* of chunks[chunk_now] */
 static bool is_short;			/* the last one could not be had */
+static atomic_uint_least64_t held;	/* bytes that all of them take, and those that are being released */
 static atomic_uint_least64_t rests_until;
 
-static size_t budget(void)
+/* Pages are saved whole, or not at all. */
+static size_t own_limit(void)
 {
 	static size_t bytes;
 	size_t total = 0;
@@ -43,9 +47,25 @@ static size_t budget(void)
 		total = 0;
 	total = (total / DEFAULT_PART >> 20) + CHUNK_BYTES / MIB;
 	bytes = mpsd_debug_number(MPSD_DEBUG_SNAPSHOT_MIB, total, 1, 1, MOST_MIB) << 20;
-	/* Pages are saved whole, or not at all. */
 	bytes = (bytes + MPSD_EXACT_PAGE - 1) / MPSD_EXACT_PAGE * MPSD_EXACT_PAGE;
 	return bytes;
+}
+
+/* The daemon's limit replaces the part of the GPU's memory. A debug setting lowers either. */
+static size_t budget(void)
+{
+	uint64_t granted = mpsd_limit();
+	size_t own = own_limit();
+
+	if (granted == MPSD_NO_LIMIT || (mpsd_debug_text(MPSD_DEBUG_SNAPSHOT_MIB) && own < granted))
+		return own;
+	return granted / MPSD_EXACT_PAGE * MPSD_EXACT_PAGE;
+}
+
+static void count_held(uint64_t bytes)
+{
+	atomic_fetch_add(&held, bytes);
+	mpsd_line_wake();
 }
 
 /* With the lock. */
@@ -94,13 +114,7 @@ static bool has_place(void)
 
 uint64_t mpsd_undo_bytes(void)
 {
-	uint64_t bytes = 0;
-
-	mpsd_word_take(&mpsd_exact_lock);
-	for (unsigned int i = 0; i < chunk_count; i++)
-		bytes += chunks[i].size;
-	mpsd_word_give(&mpsd_exact_lock);
-	return bytes;
+	return atomic_load(&held);
 }
 
 CUresult mpsd_chunk_more(uint64_t size)
@@ -118,8 +132,12 @@ CUresult mpsd_chunk_more(uint64_t size)
 	if (there + size > budget() && there < budget())
 		size = budget() - there;
 	is_short = false;
-	if (there + size > budget() || chunk_count == MOST_CHUNKS)
+	if (there + size > budget() || chunk_count == MOST_CHUNKS) {
+		/* Ask for more than this snapshot needs: others follow. */
+		mpsd_limit_want(there + (size > there ? size : there));
 		return CUDA_ERROR_OUT_OF_MEMORY;
+	}
+	mpsd_spending_of_device();
 	while (mpsd_now_ns() < atomic_load(&rests_until))
 		mpsd_pause(1);
 	result = mpsd_memory_alloc_inside(&base, size, MPSD_INSIDE_ONLY);
@@ -128,6 +146,7 @@ CUresult mpsd_chunk_more(uint64_t size)
 	if (result != CUDA_SUCCESS)
 		return result == MPSD_AGAIN || mpsd_is_loss(result) ? result : CUDA_ERROR_OUT_OF_MEMORY;
 	add_chunk((struct chunk){ .base = base, .size = size });
+	count_held(size);
 	return CUDA_SUCCESS;
 }
 
@@ -167,6 +186,7 @@ void mpsd_exact_lose_room(void)
 
 	mpsd_word_take(&mpsd_exact_lock);
 	chunk_count = 0;
+	atomic_store(&held, 0);
 	mpsd_chunks_empty();
 	if (!mpsd_epoch.unsure && !mpsd_lanes_all_proven())
 		__atomic_store_n(&mpsd_epoch.unsure, why, __ATOMIC_RELAXED);
@@ -257,6 +277,17 @@ static bool take_chunk(struct chunk *chunk)
 	return is;
 }
 
+static CUresult free_chunk(struct chunk chunk)
+{
+	CUresult result = inner_cuMemFree_v2(chunk.base);
+
+	if (result == CUDA_SUCCESS)
+		count_held(-(uint64_t)chunk.size);
+	else
+		add_chunk(chunk);
+	return result;
+}
+
 CUresult mpsd_undo_give_back(void)
 {
 	CUresult result = mpsd_exact() ? mpsd_epoch_settle() : CUDA_SUCCESS;
@@ -267,11 +298,46 @@ CUresult mpsd_undo_give_back(void)
 	/* It has not ended, and freeing would wait for that. */
 	if (result == CUDA_SUCCESS && mpsd_exact() && __atomic_load_n(&mpsd_epoch.unsure, __ATOMIC_RELAXED))
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	while (result == CUDA_SUCCESS && take_chunk(&chunk)) {
-		result = inner_cuMemFree_v2(chunk.base);
-		if (result != CUDA_SUCCESS)
-			add_chunk(chunk);
+	while (result == CUDA_SUCCESS && take_chunk(&chunk))
+		result = free_chunk(chunk);
+	return result;
+}
+
+/* Take the last chunk if no snapshot lies in it. With the order: a thread that has chosen a place for a snapshot has it, too. */
+static bool take_unused(uint64_t most, struct chunk *chunk)
+{
+	unsigned int used;
+	bool is;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	used = chunk_now + (chunk_used != 0);
+	is = chunk_count > used && atomic_load(&held) > most && !mpsd_is_left();
+	if (is)
+		*chunk = chunks[--chunk_count];
+	mpsd_word_give(&mpsd_exact_lock);
+	return is;
+}
+
+static bool take_unused_in_order(uint64_t most, struct chunk *chunk)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	bool is = mpsd_order_take(moves);
+
+	if (is) {
+		is = take_unused(most, chunk);
+		mpsd_order_give(moves);
 	}
+	return is;
+}
+
+/* Free without the order, because cuMemFree waits for the program's work. */
+CUresult mpsd_undo_release(uint64_t most)
+{
+	CUresult result = mpsd_undoroom_await();
+	struct chunk chunk;
+
+	while (result == CUDA_SUCCESS && take_unused_in_order(most, &chunk))
+		result = free_chunk(chunk);
 	return result;
 }
 

@@ -3,10 +3,12 @@
 #include <stdlib.h>
 
 #include "clock.h"
+#include "exact/limit.h"
 #include "exact/pace.h"
 #include "exact/relay.h"
 #include "exact/saver.h"
 #include "exact/shelf.h"
+#include "exact/spending.h"
 #include "exact/submit.h"
 #include "exact/undo.h"
 #include "failover/graph.h"
@@ -21,12 +23,17 @@
 MPSD_WRITTEN_OFTEN struct mpsd_word mpsd_exact_lock;
 MPSD_WRITTEN_OFTEN struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_epoch.first, .long_from = LONG_OPERATIONS };
 
-void mpsd_epoch_unsure(const char *why)
+void mpsd_epoch_unsure_for_now(const char *why)
 {
 	mpsd_word_take(&mpsd_exact_lock);
 	if (!mpsd_epoch.unsure)
 		__atomic_store_n(&mpsd_epoch.unsure, why, __ATOMIC_RELAXED);
 	mpsd_word_give(&mpsd_exact_lock);
+}
+
+void mpsd_epoch_unsure(const char *why)
+{
+	mpsd_epoch_unsure_for_now(why);
 	if (mpsd_exact())
 		mpsd_line_unsure(why);
 }
@@ -78,11 +85,16 @@ void mpsd_epoch_forget(void)
 
 void mpsd_epoch_end(void)
 {
-	mpsd_pace_end(mpsd_epoch.operations);
+	uint64_t operations = mpsd_epoch.operations;
+
+	mpsd_pace_end(operations);
 	mpsd_epoch_forget();
 	mpsd_epoch.is_given_up = false;
 	__atomic_store_n(&mpsd_epoch.number, mpsd_epoch.number + 1, __ATOMIC_RELAXED);
 	mpsd_undo_forget();
+	/* Last: the program may leave. */
+	mpsd_limit_end();
+	mpsd_spending_end(operations);
 }
 
 static bool has_ended(const struct mpsd_op *op)
@@ -257,6 +269,7 @@ void mpsd_epoch_seen(struct mpsd_point at)
 void mpsd_epoch_left(void)
 {
 	mpsd_pace_leave();
+	mpsd_spending_moved();
 	mpsd_relay_left();
 	conclude((struct mpsd_point){ NULL, 0 });
 	take_borrowed();

@@ -63,6 +63,7 @@ enum mpsd_wait {
 
 /* What the GPU has to have written before a wait may say so. */
 struct mpsd_proof {
+	uint64_t began_ns;	/* the driver waits for it from then on; 0: it does not */
 	unsigned int count;
 	struct {
 		unsigned int lane;

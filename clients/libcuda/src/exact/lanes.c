@@ -6,6 +6,7 @@
 
 #include "clock.h"
 #include "exact/pace.h"
+#include "exact/spending.h"
 #include "exact/undo.h"
 #include "failover/graph.h"
 #include "failover/line.h"
@@ -217,8 +218,12 @@ static CUresult wait_for(struct mpsd_lane *lane, uint64_t number, bool has_follo
 		if (atomic_load(&mpsd_moves) != moves)
 			return MPSD_AGAIN;
 		if (proven >= number || number > marked) {
-			if (looks > 1)
-				mpsd_pace_waited(mpsd_now_ns() - began);
+			if (looks > 1) {
+				uint64_t waited_ns = mpsd_now_ns() - began;
+
+				mpsd_pace_waited(waited_ns);
+				mpsd_spending_waited(waited_ns);
+			}
 			return CUDA_SUCCESS;
 		}
 		if (looks >= LOOKS) {

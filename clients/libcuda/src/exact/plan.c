@@ -73,7 +73,7 @@ CUresult mpsd_plan_save(const struct mpsd_op *op)
 }
 
 /* First what may be written. Of what is only read sums are taken even so: when they are there it need not be saved. */
-CUresult mpsd_plan_save_what_fits(const struct mpsd_op *op)
+CUresult mpsd_plan_save_what_fits(const struct mpsd_op *op, bool *is_short)
 {
 	struct mpsd_plan plan = plan_of(op);
 	CUresult result;
@@ -83,9 +83,19 @@ CUresult mpsd_plan_save_what_fits(const struct mpsd_op *op)
 	plan.part = MPSD_PLAN_READS;
 	if (result == CUDA_SUCCESS)
 		result = plan_for(op, &plan);
-	result = carry_out(&plan, result);
-	if (plan.is_short && result == CUDA_SUCCESS)
-		mpsd_epoch_unsure(mpsd_undo_why_not());
+	*is_short = plan.is_short;
+	return carry_out(&plan, result);
+}
+
+CUresult mpsd_plan_count(const struct mpsd_op *op, uint64_t *bytes, uint64_t *by_leads)
+{
+	struct mpsd_plan plan = plan_of(op);
+	CUresult result;
+
+	plan.part = MPSD_PLAN_COUNTS;
+	result = plan_for(op, &plan);
+	*bytes = plan.bytes;
+	*by_leads = plan.by_leads;
 	return result;
 }
 

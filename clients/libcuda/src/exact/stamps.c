@@ -95,10 +95,14 @@ static bool is_stamped(uint64_t page, uint64_t epoch)
 	return __atomic_load_n(&stamps[page], __ATOMIC_RELAXED) == epoch;
 }
 
+bool mpsd_stamps_is_planned(const struct mpsd_plan *plan, uint64_t page)
+{
+	return atomic_load_explicit(&planned[page], memory_order_relaxed) == plan->number;
+}
+
 bool mpsd_stamps_is_saved(const struct mpsd_plan *plan, uint64_t page)
 {
-	return is_stamped(page, epoch_now()) ||
-	       atomic_load_explicit(&planned[page], memory_order_relaxed) == plan->number;
+	return is_stamped(page, epoch_now()) || mpsd_stamps_is_planned(plan, page);
 }
 
 void mpsd_stamps_plan(const struct mpsd_plan *plan, struct mpsd_pages pages)

@@ -16,6 +16,7 @@ uint64_t mpsd_stamps_count(void);	/* of its pages */
 
 /* Saved in this epoch, or about to be in this plan. */
 bool mpsd_stamps_is_saved(const struct mpsd_plan *plan, uint64_t page);
+bool mpsd_stamps_is_planned(const struct mpsd_plan *plan, uint64_t page);	/* the latter alone */
 void mpsd_stamps_plan(const struct mpsd_plan *plan, struct mpsd_pages pages);
 
 /* With the lock: such pages were saved, and what is whole in that plan is so in this epoch. */

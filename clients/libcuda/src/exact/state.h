@@ -301,6 +301,7 @@ extern struct mpsd_epoch {
 } mpsd_epoch;
 
 void mpsd_epoch_unsure(const char *why);	/* takes the lock */
+void mpsd_epoch_unsure_for_now(const char *why);	/* the same, and the daemon does not hear of it */
 
 static inline bool mpsd_epoch_is_unsure(void)
 {

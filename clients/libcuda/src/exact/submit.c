@@ -3,7 +3,9 @@
  * What the program submits: noted before the driver has it, in the order in which the driver gets it, and with what
  * it may write saved first. One thread at a time does that; who is overtaken by a move finds its operation done.
  */
+#include "exact/budget.h"
 #include "exact/copier.h"
+#include "exact/limit.h"
 #include "exact/named.h"
 #include "exact/params.h"
 #include "exact/readers.h"
@@ -50,10 +52,12 @@ static void prepare(bool is)
 		mpsd_epoch.is_awaited = is;
 }
 
+/* End an epoch early. The program itself would not wait here. */
 static CUresult out_of_the_way(CUresult (*call)(void))
 {
 	CUresult result;
 
+	mpsd_thread.is_forced = true;
 	mpsd_word_take(&mpsd_exact_lock);
 	prepare(false);
 	mpsd_word_give(&mpsd_exact_lock);
@@ -61,31 +65,45 @@ static CUresult out_of_the_way(CUresult (*call)(void))
 	mpsd_word_take(&mpsd_exact_lock);
 	prepare(true);
 	mpsd_word_give(&mpsd_exact_lock);
+	mpsd_thread.is_forced = false;
 	return result;
+}
+
+/* One operation may write more than the snapshot buffers can hold. */
+static void be_unsure(const struct mpsd_op *op)
+{
+	uint64_t bytes, by_leads, limit = mpsd_limit();
+	const char *why = mpsd_undo_why_not();
+
+	if (limit != MPSD_NO_LIMIT && mpsd_plan_count(op, &bytes, &by_leads) == CUDA_SUCCESS && bytes > limit &&
+	    mpsd_limit_missed(bytes, !mpsd_readers_any && mpsd_budget_is_by_leads(bytes, by_leads)))
+		mpsd_epoch_unsure_for_now(why);
+	else
+		mpsd_epoch_unsure(why);
 }
 
 static CUresult save(const struct mpsd_op *op)
 {
+	bool is_short = false;
 	CUresult result;
 
-	if (mpsd_epoch_is_unsure())
+	if (mpsd_epoch_is_unsure() || !mpsd_exact())
 		return mpsd_plan_note(op);
 	result = mpsd_plan_save(op);
 	if (result != CUDA_ERROR_OUT_OF_MEMORY)
 		return result;
 	result = out_of_the_way(mpsd_epoch_make_room);
 	if (result == CUDA_SUCCESS)
-		result = mpsd_plan_save_what_fits(op);
-	if (result != CUDA_ERROR_OUT_OF_MEMORY)
-		return result;
-	mpsd_epoch_unsure(mpsd_undo_why_not());
-	return mpsd_plan_note(op);
+		result = mpsd_exact() ? mpsd_plan_save_what_fits(op, &is_short) : mpsd_plan_note(op);
+	if (is_short || result == CUDA_ERROR_OUT_OF_MEMORY)
+		be_unsure(op);
+	return result == CUDA_ERROR_OUT_OF_MEMORY ? mpsd_plan_note(op) : result;
 }
 
 /* With the lock. In an unsure epoch it is counted only. */
 static void note(struct mpsd_op *op, uint64_t moves)
 {
-	if (mpsd_epoch.unsure) {
+	if (mpsd_epoch.unsure || !mpsd_exact()) {
 		atomic_store_explicit(&op->state, MPSD_OP_IS_FORGOTTEN, memory_order_relaxed);
 		op->number = ++op->lane->given;
 		mpsd_thread.noted_in = 1 + moves;

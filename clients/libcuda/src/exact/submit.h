@@ -3,6 +3,7 @@
 #pragma once
 
 #include "exact/pace.h"
+#include "exact/spending.h"
 #include "exact/state.h"
 #include "exact/undo.h"
 
@@ -81,8 +82,10 @@ static inline void mpsd_note(struct mpsd_op *op, uint64_t moves)
 	op->next = NULL;
 	*mpsd_epoch.last = op;
 	mpsd_epoch.last = &op->next;
-	if (__builtin_expect(!mpsd_epoch.operations++, 0))
+	if (__builtin_expect(!mpsd_epoch.operations++, 0)) {
 		mpsd_pace_begin();
+		mpsd_spending_begin();
+	}
 	if (__builtin_expect(op->kind == MPSD_OP_COPY, 0)) {
 		mpsd_epoch.has_borrowed |= op->copy.is_borrowed;
 		mpsd_epoch.kept_bytes += op->copy.kept ? op->copy.size : 0;

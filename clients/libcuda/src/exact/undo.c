@@ -14,6 +14,7 @@
 
 #include "exact/chunks.h"
 #include "exact/saver.h"
+#include "exact/spending.h"
 #include "exact/still.h"
 #include "failover/graph.h"
 #include "hold.h"
@@ -81,6 +82,15 @@ static CUresult save_run(struct mpsd_plan *plan, CUdeviceptr address, uint64_t s
 	return CUDA_SUCCESS;
 }
 
+/* Count saved pages too: at this point of the epoch only the same operation has saved any. */
+static void count_pages(struct mpsd_plan *plan, struct mpsd_pages pages)
+{
+	for (uint64_t page = pages.first; page < pages.end; page++)
+		if (!mpsd_stamps_is_planned(plan, page))
+			plan->bytes += MPSD_EXACT_PAGE;
+	mpsd_stamps_plan(plan, pages);
+}
+
 static CUresult save_pages(struct mpsd_plan *plan, struct mpsd_pages pages, bool is_mapped)
 {
 	CUresult result = CUDA_SUCCESS;
@@ -91,6 +101,7 @@ static CUresult save_pages(struct mpsd_plan *plan, struct mpsd_pages pages, bool
 
 		while (behind < pages.end && !mpsd_stamps_is_saved(plan, behind))
 			behind++;
+		plan->bytes += (behind - first) * MPSD_EXACT_PAGE;
 		if (behind > first)
 			result = save_run(plan, mpsd_stamps_address(first), (behind - first) * MPSD_EXACT_PAGE,
 					  is_mapped);
@@ -126,6 +137,10 @@ static CUresult save_at(struct mpsd_plan *plan, CUdeviceptr address, uint64_t si
 		mpsd_epoch_unsure("memory of more than one GPU");
 		return CUDA_SUCCESS;
 	}
+	if (plan->part == MPSD_PLAN_COUNTS) {
+		count_pages(plan, mpsd_stamps_pages(address, size));
+		return CUDA_SUCCESS;
+	}
 	return save_pages(plan, mpsd_stamps_pages(address, size), is_mapped);
 }
 
@@ -147,11 +162,25 @@ bool mpsd_undo_find_around(CUdeviceptr address, struct mpsd_allocation *allocati
 						     mpsd_memory_find_mapped(address - 1, allocation));
 }
 
+static CUresult count_around(struct mpsd_plan *plan, CUdeviceptr address)
+{
+	uint64_t bytes = plan->bytes;
+	struct mpsd_allocation allocation;
+
+	if (mpsd_undo_find_around(address, &allocation))
+		mpsd_undo_save_all(plan, &allocation);
+	plan->by_leads += plan->bytes - bytes;
+	return CUDA_SUCCESS;
+}
+
 CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 {
+	uint64_t bytes = plan->bytes;
 	struct mpsd_allocation allocation;
 	CUresult result;
 
+	if (plan->part == MPSD_PLAN_COUNTS)
+		return count_around(plan, address);
 	/* Of what is whole too. */
 	if (!plan->reads)
 		mpsd_still_written(address, 1);
@@ -170,6 +199,7 @@ CUresult mpsd_undo_save_around(struct mpsd_plan *plan, CUdeviceptr address)
 		mpsd_usual_note(allocation.base);
 	if (result == CUDA_SUCCESS)
 		result = mpsd_undo_save_all(plan, &allocation);
+	plan->by_leads += plan->bytes - bytes;
 	if (result == CUDA_ERROR_OUT_OF_MEMORY && plan->part == MPSD_PLAN_READS) {
 		plan->is_short = true;
 		return CUDA_SUCCESS;
@@ -223,6 +253,7 @@ static void commit(struct mpsd_plan *plan, uint64_t number)
 	struct mpsd_lane *lane = plan->saver;
 
 	lane->saved = number;
+	mpsd_spending_saved(plan->bytes, plan->by_leads);
 	__atomic_store_n(&mpsd_undo_batches, mpsd_undo_batches + 1, __ATOMIC_RELAXED);
 	while (plan->saves) {
 		struct save *save = plan->saves;

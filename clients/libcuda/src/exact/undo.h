@@ -24,21 +24,27 @@ struct mpsd_plan {
 		MPSD_PLAN_WRITES,	/* first what may be written; */
 		MPSD_PLAN_READS,	/* then what is only read, as far as there is room: is_short */
 		MPSD_PLAN_NOTES,	/* nothing is saved: what may be written is noted */
+		MPSD_PLAN_COUNTS,	/* nothing is saved: its bytes are counted */
 	} part;
 	bool reads;		/* what is saved now is not about to be written, as far as is known (still.h) */
 	bool is_short;
+	uint64_t bytes;		/* to be saved, by now; */
+	uint64_t by_leads;	/* of them, in allocations that parameters of kernels lead to */
 	unsigned int summed;
 	struct mpsd_pages sums[MPSD_SUMS_AT_ONCE];	/* of which sums are taken behind the saves */
 };
 
 /*
  * plan.c, without the lock, with the order: what the operation may write is saved. OUT_OF_MEMORY: there is no room; the
- * epoch has to end first. what_fits(): after that, and without room for what is only read the epoch is unsure. note():
- * nothing is saved, for it is unsure anyway, but what may be written is known.
+ * epoch has to end first. what_fits(): after that. `is_short`: there was no room for all that is only read, so the epoch is
+ * unsure. note(): nothing is saved, for it is unsure anyway, but what may be written is known.
  */
 CUresult mpsd_plan_save(const struct mpsd_op *op);
-CUresult mpsd_plan_save_what_fits(const struct mpsd_op *op);
+CUresult mpsd_plan_save_what_fits(const struct mpsd_op *op, bool *is_short);
 CUresult mpsd_plan_note(const struct mpsd_op *op);
+
+/* The bytes that have to be saved for the operation alone; of them those that parameters of kernels lead to. */
+CUresult mpsd_plan_count(const struct mpsd_op *op, uint64_t *bytes, uint64_t *by_leads);
 
 /* Why there is no room. */
 const char *mpsd_undo_why_not(void);
@@ -99,4 +105,5 @@ bool mpsd_undo_is_saved(CUdeviceptr address);
 CUresult mpsd_undo_give_back(void);
 bool mpsd_undo_has(void);
 uint64_t mpsd_undo_bytes(void);	/* of that room */
+CUresult mpsd_undo_release(uint64_t most);	/* without the order: what is beyond so many bytes, and unused in this epoch */
 void mpsd_undo_rest(void);	/* it was given to another program: for a moment none is taken again */

@@ -3,6 +3,8 @@
  * Where the program is told that work has ended. What it is told then has to be so: the driver's word is taken when
  * the GPU's own is there, which the driver's comes after.
  */
+#include "clock.h"
+#include "exact/spending.h"
 #include "exact/state.h"
 #include "failover/line.h"
 #include "failover/made.h"
@@ -85,6 +87,18 @@ static CUresult come(const struct mpsd_proof *proof, bool is_look)
 	return result;
 }
 
+/* The GPU is not known to have come so far. */
+static bool is_open(const struct mpsd_proof *proof)
+{
+	bool is = false;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	for (unsigned int i = 0; i < proof->count && !mpsd_is_left(); i++)
+		is |= mpsd_lane_look(&mpsd_lanes[proof->wanted[i].lane]) < proof->wanted[i].number;
+	mpsd_word_give(&mpsd_exact_lock);
+	return is;
+}
+
 CUresult mpsd_exact_mark(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle)
 {
 	bool left;
@@ -112,9 +126,14 @@ CUresult mpsd_exact_before(struct mpsd_proof *proof, enum mpsd_wait wait, const 
 		mpsd_epoch_hasten();
 		mpsd_order_give(moves);
 	}
+	proof->began_ns = 0;
+	if (is_look && is_open(proof))
+		mpsd_spending_looked();
 	/* A copy that the call makes comes behind what it waits for, and is waited for itself. */
 	if (result == CUDA_SUCCESS && wait != MPSD_WAIT_COPY && mpsd_line_ready())
 		result = come(proof, is_look);
+	else if (result == CUDA_SUCCESS && !is_look && is_open(proof))
+		proof->began_ns = mpsd_now_ns();
 	return result;
 }
 
@@ -144,8 +163,11 @@ static CUresult come_behind(struct mpsd_proof *proof)
 
 CUresult mpsd_exact_after(struct mpsd_proof *proof, enum mpsd_wait wait)
 {
-	CUresult result = wait == MPSD_WAIT_COPY ? come_behind(proof) : CUDA_SUCCESS;
+	CUresult result;
 
+	if (proof->began_ns)
+		mpsd_spending_waited(mpsd_now_ns() - proof->began_ns);
+	result = wait == MPSD_WAIT_COPY ? come_behind(proof) : CUDA_SUCCESS;
 	for (unsigned int i = 0; i < proof->count && result == CUDA_SUCCESS; i++)
 		result = mpsd_lane_wait(&mpsd_lanes[proof->wanted[i].lane], proof->wanted[i].number);
 	if (result == CUDA_SUCCESS)

@@ -20,7 +20,9 @@
 #include "clock.h"
 #include "connect.h"
 #include "exact/exact.h"
+#include "exact/leave.h"
 #include "failover/blame.h"
+#include "failover/budgets.h"
 #include "failover/carry.h"
 #include "failover/cost.h"
 #include "failover/fence.h"
@@ -64,7 +66,7 @@ void mpsd_line_wake(void)
 static bool may_move(void)
 {
 	return !atomic_load(&given_up) && !atomic_load(&behind) && !atomic_load(&mpsd_opaque_notes()->count) &&
-	       !atomic_load(&off);
+	       !atomic_load(&off) && !mpsd_leave_has();
 }
 
 bool mpsd_line_ready(void)
@@ -107,6 +109,14 @@ static bool say(const struct mpsd_failover_message *message)
 
 /* The thread */
 
+/* Until the daemon offers another one. */
+static void end_standby(void)
+{
+	atomic_store(&ready, false);
+	mpsd_phase_wake();
+	mpsd_standby_close();
+}
+
 static bool say_unready(const char *why, bool for_memory)
 {
 	bool is;
@@ -128,6 +138,10 @@ static bool stand_by(const struct mpsd_failover_message *order)
 	if (order->generation == generation && atomic_load(&ready))
 		return mpsd_line_tell_ready(atomic_load(&line), generation, 0);
 	atomic_store(&ready, false);
+	if (mpsd_leave_has()) {
+		end_standby();
+		return mpsd_budgets_refuse(atomic_load(&line), order->generation);
+	}
 	generation = order->generation;
 	if (atomic_load(&mpsd_opaque_notes()->count)) {
 		mpsd_standby_close();
@@ -190,9 +204,7 @@ static bool stand_down(const struct mpsd_failover_message *order)
 	mpsd_phase_wake();
 	if (order->generation != generation)
 		return true;
-	atomic_store(&ready, false);
-	mpsd_phase_wake();
-	mpsd_standby_close();
+	end_standby();
 	generation = 0;
 	return true;
 }
@@ -209,9 +221,10 @@ static bool obey(const struct mpsd_failover_message *order)
 		mpsd_room_may_ask(order->values[1] != 0);
 		mpsd_blame_may_tell(order->values[2] != 0);
 		mpsd_left_may_tell(order->values[3] ? atomic_load(&line) : -1);
+		mpsd_budgets_welcome(atomic_load(&line), order);
 		if (mode != MPSD_FAILOVER_EXACT)
 			mpsd_exact_stop("mode keep in the daemon's configuration");
-		return true;
+		return mpsd_budgets_tell();
 	case MPSD_FAILOVER_STANDBY:
 		return stand_by(order);
 	case MPSD_FAILOVER_STAND_DOWN:
@@ -222,6 +235,8 @@ static bool obey(const struct mpsd_failover_message *order)
 		return order->generation != home || have_turn(true);
 	case MPSD_FAILOVER_FENCED:
 		return mpsd_fence_told(order->generation), true;
+	case MPSD_FAILOVER_LIMIT:
+		return mpsd_budgets_limit(order), mpsd_budgets_tell();
 	case MPSD_FAILOVER_GIVE:
 	case MPSD_FAILOVER_ROOM:
 		return mpsd_room_told(order), true;
@@ -236,11 +251,8 @@ static bool tell(struct mpsd_told *told)
 
 	if (!mpsd_line_tell(atomic_load(&line), generation, told))
 		return false;
-	if (told->opaque != before) {
-		atomic_store(&ready, false);
-		mpsd_phase_wake();
-		mpsd_standby_close();
-	}
+	if (told->opaque != before)
+		end_standby();
 	return true;
 }
 
@@ -254,6 +266,18 @@ static bool give_room(void)
 	return is && mpsd_room_tell(atomic_load(&line));
 }
 
+/* The daemon hears of it first, so that it moves the program no more. */
+static bool follow_budgets(void)
+{
+	bool is = mpsd_budgets_tell();
+
+	if (is && mpsd_leave_has() && generation) {
+		end_standby();
+		generation = 0;
+	}
+	return is;
+}
+
 static bool follow(struct mpsd_told *told)
 {
 	const char *why = NULL;
@@ -262,7 +286,7 @@ static bool follow(struct mpsd_told *told)
 	if (read(atomic_load(&wake), &count, sizeof(count)) < 0 && errno != EAGAIN)
 		return false;
 	atomic_store(&woken, false);
-	if (!tell(told) || !mpsd_line_tell_error(atomic_load(&line), generation) || !give_room())
+	if (!tell(told) || !mpsd_line_tell_error(atomic_load(&line), generation) || !give_room() || !follow_budgets())
 		return false;
 	return !atomic_load(&ready) || mpsd_standby_follow(&why) || say_unready(why, false);
 }
@@ -293,7 +317,7 @@ static void listen_to(int fd)
 	struct mpsd_told told = { 0, 0 };
 
 	message.mode = mode;
-	message.values[0] = MPSD_FAILOVER_TAKES_FENCED | MPSD_FAILOVER_GIVES;
+	message.values[0] = MPSD_FAILOVER_TAKES_FENCED | MPSD_FAILOVER_GIVES | MPSD_FAILOVER_BUDGETS;
 	if (!say(&message) || !tell(&told))
 		return;
 	while (!atomic_load(&off) && mpsd_left_tell(true)) {
@@ -327,6 +351,7 @@ static void *run(void *unused)
 			mpsd_turn_forgo();
 			mpsd_room_may_ask(false);
 			mpsd_left_may_tell(-1);
+			mpsd_budgets_line_ended();
 			ended = mpsd_now_ns() - began > 1000000000u ? 0 : ended + 1;
 			pause_ms = FIRST_PAUSE_MS;
 		}
@@ -365,6 +390,7 @@ static void at_end(void)
 	mpsd_fence_leave_off();
 	mpsd_line_wake();
 	mpsd_room_at_end();
+	mpsd_release_at_end();
 	if (!pthread_mutex_timedlock(&busy, &until))
 		pthread_mutex_unlock(&busy);
 	mpsd_fence_at_end();

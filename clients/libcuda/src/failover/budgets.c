@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: MIT
+#include "failover/budgets.h"
+
+#include "exact/leave.h"
+#include "exact/limit.h"
+#include "exact/spending.h"
+#include "exact/undo.h"
+#include "failover/line.h"
+
+/* By the thread of line.c. -1: no daemon is told. */
+static int told_line = -1;
+static struct {
+	uint64_t held, wanted;
+	bool has_left;
+} told;
+
+void mpsd_budgets_welcome(int line, const struct mpsd_failover_message *welcome)
+{
+	bool is = welcome->values[4] != 0;
+
+	told_line = is ? line : -1;
+	told = (__typeof__(told)){ 0 };
+	mpsd_spending_budget(is ? welcome->values[5] : 0, is);
+	if (!is)
+		mpsd_limit_told(MPSD_NO_LIMIT);
+}
+
+/* Limit and budget stay as they were: the daemon comes back. */
+void mpsd_budgets_line_ended(void)
+{
+	told_line = -1;
+}
+
+void mpsd_budgets_limit(const struct mpsd_failover_message *limit)
+{
+	if (told_line < 0)
+		return;
+	told.wanted = 0;
+	mpsd_limit_told(limit->values[0]);
+}
+
+static bool tell_leaving(void)
+{
+	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_LEAVES, 0, NULL);
+	const struct mpsd_leaving *why = mpsd_leave_why();
+
+	if (told.has_left || !mpsd_leave_has())
+		return true;
+	told.has_left = true;
+	message.values[0] = (uint64_t)why->budget;
+	for (unsigned int i = 0; i < sizeof(why->values) / sizeof(*why->values); i++)
+		message.values[1 + i] = why->values[i];
+	message.values[4] = why->may_come_back;
+	mpsd_leave_text(message.text, sizeof(message.text));
+	return mpsd_line_say(told_line, &message);
+}
+
+static bool tell_held(void)
+{
+	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_HOLDS, 0, NULL);
+	uint64_t held = mpsd_undo_bytes(), wanted = mpsd_leave_has() ? 0 : mpsd_limit_wanted();
+
+	if (held == told.held && (!wanted || wanted == told.wanted))
+		return true;
+	told.held = message.values[0] = held;
+	told.wanted = message.values[1] = wanted;
+	return mpsd_line_say(told_line, &message);
+}
+
+static bool tell_cost(void)
+{
+	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_COST, 0, NULL);
+	struct mpsd_cost cost;
+
+	if (!mpsd_spending_take(&cost))
+		return true;
+	message.values[0] = cost.bytes_each;
+	message.values[1] = cost.added_ns;
+	message.values[2] = cost.rest_ns;
+	return mpsd_line_say(told_line, &message);
+}
+
+bool mpsd_budgets_tell(void)
+{
+	return told_line < 0 || (tell_cost() && tell_leaving() && tell_held());
+}
+
+bool mpsd_budgets_refuse(int line, uint64_t generation)
+{
+	char text[MPSD_FAILOVER_TEXT_ROOM];
+
+	mpsd_leave_text(text, sizeof(text));
+	return told_line >= 0 || mpsd_line_tell_unready(line, generation, text, false);
+}

@@ -1,0 +1,270 @@
+"""Budgets of mode exact: a program that saving slows too much, or that needs too much memory for it, leaves
+fail-over and runs on.
+
+The test plays the daemon. The stand-in's memory is made so slow that copies take longer than kernels.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mpsd_libcuda.stats import Snapshots, read_stats
+from tests.libcuda.test_exact import EXACT, gate, move
+from tests.libcuda.test_failover import Program, ask, break_domain, copies, offer, post, stand_by
+from tests.libcuda.test_sanitizers import leave_with_threads
+from tests.support import moving
+from tests.support.gate import ANY, Gate
+from tests.support.libcudas import Libraries, run, standalone
+from tests.support.moving import Line, Post, Said
+from tests.support.simfixtures import backend, domain, second
+from tests.support.simnode import Domain, until
+
+__all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second"]
+
+MIB = 1 << 20
+BUDGET = 30
+TIME, MEMORY = 1, 2
+# 42 bytes per microsecond: the copy of 8 MiB takes as long as the kernel "late", 200 ms.
+SLOW = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_MEMORY_CLOCK": "1000", "MPSD_STANDIN_BUS_WIDTH": "420"}
+SLOW_COPIES = pytest.mark.parametrize("ask", [SLOW], indirect=True)
+LATE = "gpu.run('late', m, 8, 1)"
+
+
+def snapshots(ask: Program) -> Snapshots:
+    stats = read_stats(ask.process.pid)
+    assert stats is not None
+    return stats.snapshots
+
+
+def leaves(line: Line) -> Said:
+    """Return the program's LEAVES, after which it releases its snapshot buffers."""
+    said = line.hear(moving.LEAVES)
+    while line.hear(moving.HOLDS).values[:2] != (0, 0):
+        pass
+    return said
+
+
+def limit(line: Line, size: int) -> None:
+    line.say(moving.LIMIT, value=size)
+    until(line.is_read)
+
+
+def test_arithmetic(tmp_path: Path) -> None:
+    program = standalone(tmp_path, "budget", ["exact/budget.c"])
+    done = run([program], os.environ)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+
+
+@SLOW_COPIES
+@pytest.mark.parametrize("stands_by", [True, False])
+def test_a_program_beyond_the_time_budget_leaves_and_runs_on(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path, stands_by: bool
+) -> None:
+    line = post.greet(moving.EXACT, budget=BUDGET)
+    ask("m = gpu.made('cuMemAlloc_v2', 8 << 20)")
+    if stands_by:
+        stand_by(line, second, copies)
+    assert ask(f"{LATE}, gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
+    said = leaves(line)
+    budget, added, rest, thousandths, may_come_back, _ = said.values
+    assert (budget, thousandths, may_come_back) == (TIME, BUDGET, 1)
+    assert added > 0 and rest > 0 and added * 1000 > rest * BUDGET
+    assert said.text == f"saving slows the program by {added * 100 // rest} %; the budget is 3.0 %"
+    assert snapshots(ask).left == TIME
+    # Nothing is saved or marked any more: a launch is one operation.
+    gate.let(1)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    until(gate.is_done)
+    gate.let(ANY)
+    assert ask("gpu.sync(), gpu.word(m), gpu.memory(2 << 20) > 0") == "(0, 2, True)"
+    # A move that the daemon had begun before it heard comes to nothing.
+    line.say(moving.MOVE, 1, again=1)
+    assert line.hear(moving.STAYED).generation == 1
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 3)"
+    assert line.is_silent() and ask.end() == ""
+
+
+@SLOW_COPIES
+def test_a_program_that_only_polls_may_be_slowed(post: Post, ask: Program) -> None:
+    line = post.greet(moving.EXACT, budget=BUDGET)
+    ask("m = gpu.memory(8 << 20); polled = lambda: set(iter(lambda: gpu.code('cuStreamQuery', 0), 0))")
+    assert ask(f"{LATE}, polled(), gpu.word(m)") == "(0, {600}, 1)"
+    assert leaves(line).values[0] == TIME
+    assert ask("gpu.run('add', m, 8, 1), polled() <= {600}, gpu.word(m)") == "(0, True, 2)"
+    assert ask.end() == ""
+
+
+@SLOW_COPIES
+def test_copies_that_idle_time_hides_cost_nothing(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """The program comes to wait only after its kernels have ended."""
+    line = post.greet(moving.EXACT, budget=BUDGET)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    for number in range(3):
+        assert ask(f"{LATE}, gpu.host('{number}')") == "(0, 0)"
+        until(lambda at=number: ask("len(gpu.ran)") == str(at + 1))
+        assert ask("gpu.sync()") == "0"
+    made = snapshots(ask)
+    assert made.left == 0 and made.periods >= 3 and made.saved >= 3 * 8 * MIB
+    assert ask(f"{LATE}") == "0"
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 4)"
+    assert ask.end() == ""
+
+
+@SLOW_COPIES
+def test_a_warm_up_passes(domain: Domain, second: Domain, post: Post, ask: Program, copies: Path) -> None:
+    """One epoch with 50 ms of copies is within what a program may owe."""
+    line = post.greet(moving.EXACT, budget=BUDGET)
+    ask("m = gpu.memory(2 << 20)")
+    assert ask(f"{LATE}, gpu.sync()") == "(0, 0)"
+    made = snapshots(ask)
+    assert made.left == 0 and made.added_ns > 0
+    stand_by(line, second, copies)
+    assert ask(f"{LATE}") == "0"
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 2)"
+    assert ask.end() == ""
+
+
+@SLOW_COPIES
+@pytest.mark.parametrize("budget", [None, 0], ids=["older daemon", "no time budget"])
+def test_without_a_time_budget_nothing_changes(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, budget: int | None
+) -> None:
+    line = post.greet(moving.EXACT, budget=budget)
+    ask("m = gpu.memory(8 << 20)")
+    assert ask(f"{LATE}, gpu.sync(), {LATE}, gpu.sync()") == "(0, 0, 0, 0)"
+    assert snapshots(ask).left == 0
+    stand_by(line, second, copies)
+    assert (line.held == []) == (budget is None)
+    assert ask(f"{LATE}") == "0"
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.sync(), gpu.word(m)") == "(0, 3)"
+    assert ask.end() == ""
+
+
+@SLOW_COPIES
+def test_a_program_that_has_moved_leaves_where_it_is(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT, budget=BUDGET)
+    ask("m = gpu.memory(8 << 20)")
+    stand_by(line, second, copies)
+    assert ask("gpu.run('add', m, 8, 1)") == "0"
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask(f"gpu.sync(), {LATE}, gpu.sync(), gpu.word(m)") == "(0, 0, 0, 2)"
+    assert leaves(line).values[0] == TIME
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 3)"
+    assert ask.end() == ""
+
+
+@pytest.mark.parametrize("relay", ["off", "always"])
+def test_a_program_with_several_threads_leaves(libraries: Libraries, tmp_path: Path, relay: str) -> None:
+    leave_with_threads(libraries, tmp_path, relay)
+
+
+@SLOW_COPIES
+def test_it_is_said_to_each_daemon_that_comes(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT, budget=BUDGET)
+    ask("m = gpu.memory(8 << 20)")
+    assert ask(f"{LATE}, gpu.sync()") == "(0, 0)"
+    first = leaves(line)
+    line.close()
+    line = post.greet(moving.EXACT, budget=BUDGET)
+    assert line.hear(moving.LEAVES) == first
+    line.close()
+    # An older daemon does not know that message, and offers a standby domain.
+    line = post.greet(moving.EXACT)
+    offer(line, second, copies)
+    said = line.hear(moving.READY, moving.UNREADY)
+    assert (said.kind, said.text) == (moving.UNREADY, first.text)
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 2)"
+    assert ask.end() == ""
+
+
+ADD_LARGE = "gpu.run('add', large, 8, 1), gpu.sync()"
+
+
+def ask_for_more(line: Line, ask: Program) -> None:
+    """Make the program write 8 MiB at once with a limit of 4 MiB, until it says that it wants more."""
+    limit(line, 4 * MIB)
+    ask("large = gpu.made('cuMemAlloc_v2', 8 << 20)")
+    assert ask(ADD_LARGE) == "(0, 0)"
+    said = line.hear(moving.HOLDS)
+    while not said.values[1]:
+        said = line.hear(moving.HOLDS)
+    assert said.values[0] <= 4 * MIB < said.values[1]
+
+
+@EXACT
+def test_an_operation_that_never_fits_makes_the_program_leave(post: Post, ask: Program) -> None:
+    line = post.greet(moving.EXACT, budget=0)
+    ask_for_more(line, ask)
+    limit(line, 4 * MIB)
+    for _ in range(3):
+        assert ask(ADD_LARGE) == "(0, 0)"
+    # A program may have a few of them, for example at its start.
+    assert snapshots(ask).left == 0
+    assert ask(ADD_LARGE) == "(0, 0)"
+    said = leaves(line)
+    assert said.values == (MEMORY, 8 * MIB, 4 * MIB, 0, 1, 0)
+    assert said.text == "one operation needs 8 MiB of snapshot buffers; the limit is 4 MiB"
+    assert snapshots(ask).left == MEMORY
+    assert ask(f"{ADD_LARGE}, gpu.word(large)") == "(0, 0, 6)"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_limit_that_is_raised_is_used(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT, budget=0)
+    ask_for_more(line, ask)
+    limit(line, 16 * MIB)
+    for _ in range(5):
+        assert ask(ADD_LARGE) == "(0, 0)"
+    assert snapshots(ask).left == 0
+    stand_by(line, second, copies)
+    assert ask("gpu.run('late', large, 8, 1)") == "0"
+    break_domain(domain)
+    said = move(line)
+    assert (said.text, said.values[3]) == ("", 8 * MIB)
+    assert ask("gpu.sync(), gpu.word(large)") == "(0, 7)"
+    # The first of them had no snapshot, while the daemon had not answered. That is no lasting flaw.
+    assert line.unsure == [] and ask.end() == ""
+
+
+@EXACT
+def test_buffers_beyond_a_lowered_limit_are_released(post: Post, ask: Program) -> None:
+    line = post.greet(moving.EXACT, budget=0)
+    ask("m = gpu.memory(2 << 20)")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    assert line.hear(moving.HOLDS).values[:2] == (64 * MIB, 0)
+    line.say(moving.LIMIT, value=8 * MIB)
+    assert line.hear(moving.HOLDS).values[:2] == (0, 0)
+    # The program takes again as much as it needs.
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 2)"
+    assert line.hear(moving.HOLDS).values[:2] == (8 * MIB, 0)
+    assert snapshots(ask).left == 0 and ask.end() == ""
+
+
+@SLOW_COPIES
+def test_the_daemon_hears_what_saving_costs(post: Post, ask: Program) -> None:
+    line = post.greet(moving.EXACT, budget=10**6)
+    ask("m = gpu.memory(8 << 20)")
+    assert ask(f"{LATE}, gpu.sync()") == "(0, 0)"
+    said = line.hear(moving.COST)
+    assert said.values[0] == 8 * MIB and said.values[3:] == (0, 0, 0)
+    assert ask.end() == ""
