@@ -242,8 +242,8 @@ def _far_zone_faults() -> tuple[Fault, ...]:
     The GPU serves a grid's faults one after another, and the grid cannot end before: its eviction has a limit
     of its own.
     """
-    # mpsd's default limits: those of other runs are too small for the far zones of a program.
-    caps = {"guard.zones_bytes_per_gpu": str(256 << 30)}
+    # The default limits are too small for the far zones of a program: this grants it 16 GiB.
+    caps = {"guard.zones_bytes_per_gpu": str(384 << 30)}
 
     def kinds_of(kind: str, what: str) -> tuple[Fault, ...]:
         return tuple(replace(each, settings={**each.settings, **caps}) for each in _zone(kind, what))

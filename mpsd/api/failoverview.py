@@ -102,13 +102,29 @@ def participant_view(participant: Participant) -> dict[str, Any]:
     return {
         "mode": participant.mode.value,
         "standing": participant.standing.value if participant.connected else "not connected",
-        "reason": participant.reason,
+        "reason": participant.excess.why if participant.excess is not None else participant.reason,
         "generation": participant.generation if participant.standing in OFFERED else 0,
         "home": participant.home,
         "opaque": list(participant.opaque),
         "unsure": list(participant.unsure),
         "ready_ms": participant.ready_ms,
         "standby_bytes": participant.bytes,
+        **_budget_view(participant),
+    }
+
+
+def _budget_view(participant: Participant) -> dict[str, Any]:
+    """Return what mode exact costs a participant, and the budget for which it has left fail-over."""
+    limit, cost, excess = participant.limit, participant.cost, participant.excess
+    return {
+        "snapshot_bytes": participant.held,
+        "snapshot_limit_bytes": None if limit is None else limit.bytes,
+        "saved_bytes": None if cost is None else cost.bytes,
+        # Time that saving adds, as a share of the time without it.
+        "saving_share": None if cost is None else cost.share,
+        "left": None if excess is None else excess.budget.name.lower(),
+        # Whether a list of read-only parameters may bring it back under the budget.
+        "list_may_help": excess is not None and excess.listable,
     }
 
 

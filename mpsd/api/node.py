@@ -82,6 +82,10 @@ class NodeProtection(Protocol):
 
     def checks(self) -> Sequence[Check]: ...
 
+    def stalls(self, state: State) -> Mapping[str, float | None]: ...
+
+    def stall_checks(self, state: State) -> Sequence[Check]: ...
+
 
 class Node(Protocol):
     """The daemon as operations see it."""

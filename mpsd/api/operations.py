@@ -146,6 +146,7 @@ class Operations:
             isolation=daemon.isolation.shown(),
             protection=daemon.protection.view(),
             gpu_protection=daemon.protection.views(),
+            stalls=daemon.protection.stalls(daemon.runtime.state),
         )
         answer: Reply = visible_to(peer, status(daemon.runtime.state, inputs))
         return answer
@@ -204,7 +205,8 @@ class Operations:
             checks = [*await asyncio.to_thread(ask), isolation]
             checks += [await asyncio.to_thread(daemon.failover.check), daemon.percentages.check()]
             checks += condition_checks(daemon.conditions())
-            checks = [*daemon.protection.checks(), *checks]
+            levels = daemon.protection
+            checks = [*levels.checks(), *levels.stall_checks(daemon.runtime.state), *checks]
         rows = [{"name": c.name, "ok": c.ok, "finding": c.finding, "remedy": c.remedy} for c in checks]
         return {"checks": rows}
 

@@ -44,6 +44,9 @@ def visible_to(peer: Peer, value: Any) -> Any:
                 # A client reports parts of this text.
                 why = HIDDEN if fields["protected"]["why"] else ""
                 fields["protected"] = {**fields["protected"], "why": why}
+            if fields.get("failover"):
+                told = fields["failover"]
+                fields["failover"] = {**told, **{key: _IDENTITY[key] for key in told if key in _IDENTITY}}
             fields |= {key: _without_processes(fields[key]) for key in _TEXTS if key in fields}
         return fields
     if isinstance(value, list):

@@ -7,7 +7,7 @@ program was started is a claim of its environment, and only words the reason.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mpsd.api.failoverview import EXCLUSIVE
@@ -22,6 +22,7 @@ from mpsd.core.victims import work_is_lost
 NONE = "none"
 LOST_PROXY = "lost the proxy on the way (DT_RPATH, or LD_LIBRARY_PATH set anew)"
 PLAIN = "started without mpsd-run"
+READS = "a list of read-only parameters may bring it back: MPSD_FAILOVER_READS (mpsd help failover)"
 _NOT_HELD: Mapping[ClientState, str] = {
     ClientState.NOTICED: "mpsd does not hold its GPU memory yet",
     ClientState.UNPROTECTED: "mpsd could not hold its GPU memory",
@@ -33,24 +34,34 @@ _NOT_HELD: Mapping[ClientState, str] = {
 @dataclass(frozen=True, slots=True)
 class Knowledge:
     """Facts about one client's process. `node`: the level of its user on its GPUs. `in_vault`: its libcuda is
-    connected to the vault. `zones`: its guard zones, None without a ledger. `start`: None if not known."""
+    connected to the vault. `zones`: its guard zones, None without a ledger. `start`: None if not known.
+    `gpus`: the indices of GPUs, by UUID."""
 
     node: Protection
     in_vault: bool
     zones: Mapping[str, Any] | None
     start: Start | None
+    gpus: Mapping[str, int] = field(default_factory=dict)
 
 
 def client_view(state: State, client: Client, known: Knowledge, now: float) -> dict[str, Any]:
-    """Return {"level", "why", "cost_bytes"} of a client. `why` is empty if it has the node's level."""
+    """Return the level of a client, why it has no more, the remedy, and what protection costs it.
+
+    `why` and `remedy` are empty if it has the node's level. `cost_share`: the time that protection adds, as a
+    share of the time without it; None if it is not known.
+    """
     participant = state.members.get(client.id.process)
     level, why = _level(state, client, participant, known, now)
     if level is not None and level.rank >= known.node.level.rank:
         level, why = known.node.level, ""
+    excess = participant.excess if participant is not None else None
+    cost = participant.cost if participant is not None else None
     return {
         "level": NONE if level is None else level.value,
         "why": why,
+        "remedy": READS if excess is not None and excess.listable and why == excess.why else "",
         "cost_bytes": _cost_bytes(participant),
+        "cost_share": cost.share if cost is not None else None,
     }
 
 
@@ -58,7 +69,7 @@ def _cost_bytes(participant: Participant | None) -> int | None:
     """Return the GPU memory that protection costs; None if the client cannot say at the moment."""
     if participant is None:
         return 0
-    return participant.bytes if participant.connected else None
+    return participant.bytes + (participant.held or 0) if participant.connected else None
 
 
 def _level(
@@ -70,7 +81,7 @@ def _level(
         return None, why
     if not known.in_vault and participant is None:
         return ProtectionLevel.OBSERVE, _why_no_proxy(known.start)
-    no_failover = _why_no_failover(state, participant, known.start, now)
+    no_failover = _why_no_failover(state, participant, known, now)
     if not no_failover:
         return ProtectionLevel.FAILOVER, ""
     if known.in_vault and not _has_zones(known.zones):
@@ -109,11 +120,14 @@ def _has_zones(zones: Mapping[str, Any] | None) -> bool:
     return zones is not None and not (zones["uncovered"] and not zones["managed"] and not zones["sparse"])
 
 
-def _why_no_failover(state: State, participant: Participant | None, start: Start | None, now: float) -> str:
+def _why_no_failover(state: State, participant: Participant | None, known: Knowledge, now: float) -> str:
     """Return why a fault of its domain would end the client's work; empty if it would fail over."""
     if participant is None:
+        start = known.start
         lowered = start is not None and start.level is ProtectionLevel.GUARD
         return "started at level guard" if lowered else "it takes no part in fail-over"
+    if participant.excess is not None:
+        return participant.excess.why
     if not participant.connected:
         return "its connection for fail-over has ended"
     if participant.mode is not FailoverMode.EXACT:
@@ -123,6 +137,10 @@ def _why_no_failover(state: State, participant: Participant | None, start: Start
             return participant.reason or participant.standing.value
         case Standing.MOVING:
             return "it is moving to another domain"
+        case Standing.WAITING if participant.capped is not None:
+            gpu = known.gpus.get(participant.capped, participant.capped)
+            most = state.policy.standby_contexts
+            return f"{most} standby context{'' if most == 1 else 's'} on GPU {gpu}, the most"
     target = plan.target_of(state, participant)
     if target is None:
         return _why_no_target(state, participant)
@@ -150,5 +168,6 @@ def knowledge(
     vault: Mapping[ProcessInstance, int],
     zones: Mapping[ProcessInstance, Mapping[str, Any]],
     starts: Mapping[ProcessInstance, Start],
+    gpus: Mapping[str, int],
 ) -> Knowledge:
-    return Knowledge(node, process in vault, zones.get(process), starts.get(process))
+    return Knowledge(node, process in vault, zones.get(process), starts.get(process), gpus)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from mpsd.base.conditions import Code, Condition
 from mpsd.clients.pins import NO_DESCRIPTOR
+from mpsd.core.failover.participants import Standing
 from mpsd.core.state import SERVING, Client, ClientState, Domain, DomainState, State
 from mpsd.core.victims import lost_clients, work_is_lost
 
@@ -21,6 +22,7 @@ def state_conditions(state: State, gpus: Sequence[str]) -> list[Condition]:
         clients[client.id.domain].append(client)
     for domain in state.domains.values():
         found += [*_of_domain(state, domain), *_of_clients(state, domain, clients[domain.id])]
+    found += _of_standbys(state)
     if unpinned := sum(domain.unpinned for domain in state.domains.values()):
         found.append(Condition(Code.CLIENTS_NOT_SHOWN, count=unpinned))
     if dropped := state.counters.get("internal_errors", 0):
@@ -62,8 +64,26 @@ def _of_clients(state: State, domain: Domain, here: Sequence[Client]) -> Iterato
         yield Condition(Code.CLIENTS_UNPROTECTED, domain.id, count=_processes(unprotected))
     if limited := _processes(c for c in here if c.living and c.leased and c.problem):
         yield Condition(Code.CLIENTS_LIMITED, domain.id, count=limited)
+    yield from _of_budgets(state, domain, here)
     if held := _processes(c for c in here if c.state is ClientState.HELD):
         yield Condition(Code.MEMORY_HELD, domain.id, count=held)
+
+
+def _of_budgets(state: State, domain: Domain, here: Sequence[Client]) -> Iterator[Condition]:
+    """Yield how many clients have left fail-over, and for which budgets."""
+    members = {c.id.process: state.members.get(c.id.process) for c in here if c.living and state.at_home(c)}
+    budgets = Counter(m.excess.budget.name.lower() for m in members.values() if m and m.excess)
+    if budgets:
+        detail = ", ".join(f"{budget}: {count}" for budget, count in sorted(budgets.items()))
+        yield Condition(Code.SNAPSHOT_BUDGET, domain.id, detail, budgets.total())
+
+
+def _of_standbys(state: State) -> Iterator[Condition]:
+    """Yield how many participants of each GPU wait for a standby context."""
+    waiting = (m for m in state.members.values() if m.connected and m.standing is Standing.WAITING)
+    counts = Counter(m.capped for m in waiting if m.capped is not None)
+    for gpu, count in sorted(counts.items()):
+        yield Condition(Code.STANDBY_CAP, gpu, str(state.policy.standby_contexts), count)
 
 
 def _processes(clients: Iterable[Client]) -> int:

@@ -85,6 +85,8 @@ class StatusInputs:
     # Of the node, and of each GPU by its UUID.
     protection: Mapping[str, Any] = field(default_factory=dict)
     gpu_protection: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # How long each GPU stands still at an SM exception [ms]; None: not measured.
+    stalls: Mapping[str, float | None] = field(default_factory=dict)
     # The limits of new clients of each domain, as its control daemon answers.
     limits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -151,6 +153,7 @@ def _gpu(state: State, view: GpuView, inputs: StatusInputs) -> dict[str, Any]:
         "not_on_mps": _not_on_mps(state, view),
         "limits": limits,
         "protection": dict(inputs.gpu_protection.get(gpu.uuid, {})),
+        "sm_exception_stall_ms": inputs.stalls.get(gpu.uuid),
     }
 
 
@@ -336,7 +339,8 @@ def _client(
 def _protected(state: State, client: Client, inputs: StatusInputs) -> Mapping[str, Any]:
     node = inputs.level_of(state.domains[client.id.domain].gpus, client.facts.uid)
     process = client.id.process
-    known = protectionview.knowledge(process, node, inputs.vault, inputs.zones, inputs.starts)
+    gpus = {view.gpu.uuid: view.gpu.index for view in inputs.gpus}
+    known = protectionview.knowledge(process, node, inputs.vault, inputs.zones, inputs.starts, gpus)
     return protectionview.client_view(state, client, known, inputs.now)
 
 

@@ -34,6 +34,8 @@ class Code(StrEnum):
     CLIENTS_LIMITED = "clients-limited"
     CLIENTS_WAITING = "clients-waiting"
     CLIENTS_NOT_SHOWN = "clients-not-shown"
+    SNAPSHOT_BUDGET = "snapshot-budget"
+    STANDBY_CAP = "standby-cap"
     MEMORY_HELD = "memory-held"
     PROTECTION_LOWERED = "protection-lowered"
     LIMITS_NOT_APPLIED = "limits-not-applied"
@@ -158,6 +160,16 @@ KINDS: Mapping[Code, Kind] = MappingProxyType(
         Code.CLIENTS_NOT_SHOWN: Kind(
             "{count} client(s) are not shown: no descriptor left",
             _DESCRIPTORS,
+        ),
+        Code.SNAPSHOT_BUDGET: Kind(
+            "{count} client(s) of domain {subject} stay at guard: saving exceeds a budget ({detail})",
+            "read the reason in mpsd-ctl status; a list of read-only memory can help (mpsd help failover)",
+            degrades=False,
+        ),
+        Code.STANDBY_CAP: Kind(
+            "{count} client(s) of {subject} stay at guard: it has {detail} standby contexts, the most",
+            "raise [failover] standby_contexts if a longer stall is acceptable (mpsd-ctl doctor shows it)",
+            degrades=False,
         ),
         Code.MEMORY_HELD: Kind(
             "{count} exited client(s) of domain {subject} hold GPU memory: their kernels do not end",

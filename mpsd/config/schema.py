@@ -239,14 +239,14 @@ class Guard:
         "consequence of a guard hit for the client: evict, absorb (record only), or freeze for inspection",
     )
     zones_bytes_per_gpu: int = _key(
-        256 << 30,
+        64 << 30,
         "limit of address space under zones of all clients of a GPU; only a hit takes memory",
         unit="bytes",
         low=0,
         high=1 << 46,
     )
     zones_bytes_per_client: int = _key(
-        32 << 30,
+        16 << 30,
         "limit of address space under zones of one client, with far zones",
         unit="bytes",
         low=0,
@@ -352,6 +352,13 @@ class FailoverSettings:
     lazy: bool = _key(
         False,
         "make standby contexts only during a move: saves GPU memory, and programs pause longer",
+    )
+    standby_contexts: int = _key(
+        12,
+        "limit of standby contexts on one GPU; programs beyond it stay at guard. Each one lengthens the time "
+        "for which the GPU stands still at an SM exception",
+        low=1,
+        high=64,
     )
     per_minute: int = _key(
         3,

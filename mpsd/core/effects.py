@@ -255,10 +255,14 @@ class ArmTimer:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Tell a program its mode of fail-over. After OFF it gets no further commands."""
+    """Tell a program its mode of fail-over. After OFF it gets no further commands.
+
+    `time_budget`: thousandths of an epoch that saving may add; None: it has no budgets.
+    """
 
     process: ProcessInstance
     mode: FailoverMode
+    time_budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +339,14 @@ class GrantMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitSnapshots:
+    """Tell a program how many bytes its snapshot buffers may take. The same value again refuses a wish."""
+
+    process: ProcessInstance
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExcludeWork:
     """Ignore bytes [start, end), those of its old context, when looking for the work of a process.
 
@@ -354,7 +366,17 @@ class RecordFailover:
     record: FailoverRecord
 
 
-ProgramCommand = Welcome | OfferStandby | StandDown | Move | Fenced | GrantTurn | RequestMemory | GrantMemory
+ProgramCommand = (
+    Welcome
+    | OfferStandby
+    | StandDown
+    | Move
+    | Fenced
+    | GrantTurn
+    | RequestMemory
+    | GrantMemory
+    | LimitSnapshots
+)
 """Commands to a program that runs under mpsd's libcuda."""
 
 Effect = (

@@ -14,7 +14,7 @@ from mpsd.core import clients, domains, killing, lists, proof, victims
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Effect, Freeze, Kill, ProgramCommand, ReleaseLease, Terminate
-from mpsd.core.failover import handlers, memory, plan, programcounter, serialreplay
+from mpsd.core.failover import budgets, handlers, memory, plan, programcounter, serialreplay
 from mpsd.core.failover import reports as mev
 from mpsd.core.faults import absorbed, hitrecords, hits, outside, recording, servers, signs
 from mpsd.core.state import (
@@ -158,6 +158,9 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     mev.MemberReady: handlers.on_ready,
     mev.MemberUnready: handlers.on_unready,
     mev.MemberOpaque: handlers.on_opaque,
+    mev.MemberHolds: budgets.on_holds,
+    mev.MemberCost: handlers.on_cost,
+    mev.MemberExceeds: handlers.on_exceeds,
     mev.MemberError: handlers.on_error,
     mev.MemberMoved: handlers.on_moved,
     mev.MemberUnsure: handlers.on_unsure,
@@ -180,6 +183,7 @@ def decide(state: State, event: ev.Event, now: float) -> Decision:
     """
     draft = Draft(state, now)
     _HANDLERS[type(event)](draft, event)
+    plan.offer_free_places(draft, state)
     recording.follow_moves(draft, state)
     _close_old_faults(draft)
     check_invariants(draft.state)

@@ -103,6 +103,10 @@ class Policy:
     # Users (uid) and GPUs (UUID) whose protection level is below fail-over.
     users_without_failover: frozenset[int] = frozenset()
     gpus_without_failover: frozenset[str] = frozenset()
+    # Memory of each GPU [bytes], by UUID.
+    gpu_memory: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    # Most standby contexts on one GPU.
+    standby_contexts: int = 12
     moves_per_minute: int = 3
     move_wait_s: float = 2.0
     standby_linger_s: float = 60.0

@@ -119,16 +119,26 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], object], *, every: bool) 
 
 def _row(group: Sequence[Row], *, several: bool) -> list[str | Cell]:
     first = group[0]
-    costs = [(c.get("protected") or {}).get("cost_bytes") for c in group]
     return [
         _pids(group),
         first["user"],
         *([first["domain"]] if several else []),
         protected(first),
         size(_sum(c["memory_bytes"] for c in group)),
-        size(_sum(costs)),
+        _cost(group),
         printable(first["command"], LONGEST),
     ]
+
+
+def _cost(group: Sequence[Row]) -> str:
+    """Return the GPU memory that protection costs, and the most time that it adds to a client of the group.
+
+    A daemon of an earlier release does not say the time.
+    """
+    shown = [c.get("protected") or {} for c in group]
+    shares = [view["cost_share"] for view in shown if view.get("cost_share") is not None]
+    memory = size(_sum(view.get("cost_bytes") for view in shown))
+    return f"{memory}, {max(shares) * 100:.1f} %" if shares else memory
 
 
 def _pids(group: Sequence[Row]) -> str:
@@ -184,13 +194,23 @@ def _detail(client: Row) -> str:
     level = protected(client).text
     parts = [client["domain"], state, age(client["age_s"])]
     parts += [f"protected: {level}"] if level != "-" and not standby else []
-    parts += _mechanisms(client)
+    parts += _mechanisms(client) + ([] if standby else _saving(client))
     return f"pid {pid_of(client)}: {', '.join(parts)}"
 
 
 def _mechanisms(client: Row) -> list[str]:
     vault = [f"vault {size(client['vault_bytes'])}"] if client.get("proxied") else []
     return [*client["protections"], *vault, *_zones(client)]
+
+
+def _saving(client: Row) -> list[str]:
+    """Return the client's snapshot buffers, and what would bring it back under a budget."""
+    # A daemon of an earlier release does not send these keys.
+    failover = client.get("failover") or {}
+    held, limit = failover.get("snapshot_bytes"), failover.get("snapshot_limit_bytes")
+    found = [] if limit is None else [f"snapshots {size(held)} of {size(limit)}"]
+    remedy = (client.get("protected") or {}).get("remedy")
+    return found + ([printable(remedy)] if remedy else [])
 
 
 def _zones(client: Row) -> list[str]:

@@ -49,6 +49,9 @@ STANDINGS = {
 def _program(program: Mapping[str, Any]) -> str:
     name = "another user's program" if program["pid"] is None else f"pid {program['pid']}"
     standing = STANDINGS.get(program["standing"], program["standing"])
+    # A daemon of an earlier release does not send this key.
+    if program.get("left"):
+        standing = f"not protected (left fail-over, {program['left']} budget)"
     text = f"{name} {standing}, mode {program['mode']}, domain {program['home']}"
     if program["standby_bytes"]:
         text += f", standby context {program['standby_bytes'] / (1 << 20):.0f} MiB"

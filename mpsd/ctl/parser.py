@@ -73,7 +73,7 @@ Below the GPUs is a row for each client. Equal clients share a row; --all lists 
   PROTECTED  failover, guard or observe: its protection level, with the reason if the node offers more
              no: it has no protection. lost: its GPU work is lost, restart it. -: the daemon does not say
   GPU MEM    its GPU memory
-  COST       GPU memory that its protection takes
+  COST       GPU memory that its protection takes; the share of time that saving adds, where it is known
 
 --verbose adds a line for each context of a client. It names the mechanisms that protect others from it:
 

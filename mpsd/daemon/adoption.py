@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -18,14 +18,22 @@ import structlog
 
 from mpsd.base.conditions import Code, Condition
 from mpsd.base.errors import MpsdError
-from mpsd.base.model import ClientId, FailoverMode, ProcessFacts, ProcessInstance, ServerState, ZonePolicy
+from mpsd.base.model import (
+    ClientId,
+    FailoverMode,
+    ProcessFacts,
+    ProcessInstance,
+    ServerState,
+    SnapshotBudget,
+    ZonePolicy,
+)
 from mpsd.clients.attach import Attacher
 from mpsd.clients.lease import RetainedLease, domain_named, is_current, stored_lease
 from mpsd.clients.orphans import Orphans, pin_domain
 from mpsd.config.layout import Layout
 from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.participants import Participant, Standing
+from mpsd.core.failover.participants import Excess, Participant, SnapshotLimit, Standing
 from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.daemon import unrecorded
 from mpsd.daemon.slotpaths import slot_name
@@ -118,12 +126,15 @@ def _policy_row(client: Client) -> dict[str, Any]:
 def _member_row(participant: Participant) -> dict[str, Any]:
     """Return a participant with its home: it may be a client of two domains."""
     left = participant.reason if participant.standing is Standing.LEFT_BEHIND else ""
+    limit, excess = participant.limit, participant.excess
     return {
         "process": _instance_row(participant.process),
         "uid": participant.uid,
         "mode": participant.mode,
         "home": participant.home,
         "left_behind": left,
+        "limit": None if limit is None else {"bytes": limit.bytes, "gpus": sorted(limit.gpus)},
+        "excess": None if excess is None else asdict(excess),
     }
 
 
@@ -495,10 +506,23 @@ def _member(row: Mapping[str, Any]) -> mev.MemberRestored | None:
         process, home = _instance(row["process"]), str(row["home"])
         mode, left = FailoverMode(row["mode"]), str(row["left_behind"])
         uid = int(row["uid"])
+        # Files of an earlier version lack these keys.
+        budgets = _limit(row.get("limit")), _excess(row.get("excess"))
     except (KeyError, IndexError, TypeError, ValueError) as error:
         log.warning("cannot restore a fail-over participant", reason=repr(error))
         return None
-    return None if process is None else mev.MemberRestored(process, uid, mode, home, left)
+    return None if process is None else mev.MemberRestored(process, uid, mode, home, left, *budgets)
+
+
+def _limit(row: Mapping[str, Any] | None) -> SnapshotLimit | None:
+    return None if row is None else SnapshotLimit(int(row["bytes"]), frozenset(map(str, row["gpus"])))
+
+
+def _excess(row: Mapping[str, Any] | None) -> Excess | None:
+    if row is None:
+        return None
+    budget, needs, has = SnapshotBudget(row["budget"]), int(row["needs"]), int(row["has"])
+    return Excess(budget, needs, has, bool(row["listable"]), str(row["said"]))
 
 
 def _alive(process: ProcessInstance) -> bool:

@@ -274,7 +274,7 @@ class Daemon(NodeViews):
             lambda: self.failover.obstacles_of_users(),
             lambda: self._slots.exclusive_gpus,
         )
-        self.policy: Policy = policy_of(self.config, self.backend, self.protection)
+        self.policy: Policy = policy_of(self.config, self.backend, self.protection, self.gpus)
 
     def _open_records(self) -> tuple[Journal, Journal | None]:
         """Open the journals of faults and, unless there can be none, of fail-overs."""

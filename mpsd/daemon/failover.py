@@ -176,7 +176,8 @@ class FailoverService:
 
     def welcome(self, effect: fx.Welcome) -> None:
         knows = int(effect.mode is not FailoverMode.OFF)
-        values = (int(self._lazy), knows, knows, knows)
+        budgets = effect.time_budget is not None
+        values = (int(self._lazy), knows, knows, knows, int(budgets), effect.time_budget or 0)
         self._server.tell(effect.process, Message(Kind.WELCOME, effect.mode, values=values))
 
     def offer(self, effect: fx.OfferStandby) -> None:
@@ -204,6 +205,9 @@ class FailoverService:
 
     def have_memory(self, effect: fx.GrantMemory) -> None:
         self._server.tell(effect.process, Message(Kind.ROOM, values=(effect.bytes, effect.number)))
+
+    def limit_snapshots(self, effect: fx.LimitSnapshots) -> None:
+        self._server.tell(effect.process, Message(Kind.LIMIT, values=(effect.bytes,)))
 
 
 def offer_of(generation: int, pipe_dir: Path, copies: Path) -> Message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import structlog
 
@@ -22,7 +23,7 @@ log = structlog.get_logger("mpsd.options")
 SAFE_GUARDS = frozenset({GuardClass.LOW})
 
 
-def policy_of(config: Config, backend: Backend, protection: NodeProtection) -> Policy:
+def policy_of(config: Config, backend: Backend, protection: NodeProtection, gpus: Sequence[Gpu]) -> Policy:
     """Return the operator's choices as core takes them."""
     domains, asked_ms = config.domains, config.eviction.terminate_deadline_ms
     return Policy(
@@ -40,6 +41,8 @@ def policy_of(config: Config, backend: Backend, protection: NodeProtection) -> P
         reach=protection.reach,
         users_without_failover=protection.users_without_failover,
         gpus_without_failover=protection.gpus_without_failover,
+        gpu_memory=MappingProxyType({gpu.uuid: gpu.memory_bytes for gpu in gpus}),
+        standby_contexts=config.failover.standby_contexts,
         moves_per_minute=config.failover.per_minute,
         move_wait_s=config.failover.answer_s,
         standby_linger_s=config.failover.linger_s,

@@ -102,6 +102,7 @@ class Performer:
             fx.GrantTurn: adapters.failover.have_turn,
             fx.RequestMemory: adapters.failover.give,
             fx.GrantMemory: adapters.failover.have_memory,
+            fx.LimitSnapshots: adapters.failover.limit_snapshots,
             fx.ExcludeWork: lambda e: adapters.work.leave_out(
                 e.process, anew=e.anew, start=e.start, end=e.end
             ),

@@ -21,6 +21,8 @@ from mpsd.base.model import FailoverMode, Gpu
 from mpsd.base.protection import Obstacle, Protection, ProtectionLevel, ProtectSetting
 from mpsd.config.protect import KEEP, user_levels
 from mpsd.config.schema import BackendName, Config, ReplaySetting
+from mpsd.core.failover.budgets import contexts_on
+from mpsd.core.state import State
 from mpsd.gpu import drivers
 from mpsd.gpu.base import Backend, Check
 from mpsd.os.descriptors import REMEDY, DescriptorBudget, Purpose
@@ -242,6 +244,27 @@ class NodeProtection:
                 ok = None if self.setting is ProtectSetting.AUTO else False
                 found.setdefault(each.name, Check(each.name, ok, each.why, each.remedy))
         return list(found.values())
+
+    def stalls(self, state: State) -> dict[str, float | None]:
+        """Return how long each GPU stands still at an SM exception now [ms]; None: not measured."""
+        found: dict[str, float | None] = {}
+        for uuid in self._gpus:
+            proven = self._on(uuid).proven
+            stall = proven.stall if proven is not None else None
+            found[uuid] = None if stall is None else stall.of(*contexts_on(state, uuid))
+        return found
+
+    def stall_checks(self, state: State) -> list[Check]:
+        """Return a line for `doctor` for each GPU: an estimate by the contexts that are there now."""
+        found = []
+        for uuid, stall_ms in self.stalls(state).items():
+            contexts, standbys = contexts_on(state, uuid)
+            now = f"{contexts} client context(s) and {standbys} standby context(s)"
+            length = "not measured" if stall_ms is None else f"about {stall_ms:.0f} ms"
+            remedy = "" if stall_ms is None else "fewer contexts shorten it: [failover] standby_contexts"
+            name = f"stall of GPU {self._gpus[uuid].index}"
+            found.append(Check(name, None, f"{length} at an SM exception, with {now}", remedy))
+        return found
 
     def _check(self, name: str, uuid: str) -> Check:
         now, hardware = self.of([uuid]), self._hardware[uuid]

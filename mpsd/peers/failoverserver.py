@@ -17,9 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpsd.base.model import ExceptionOwner, ProcessInstance, Reclaimable
+from mpsd.base.model import ExceptionOwner, ProcessInstance, Reclaimable, SnapshotBudget
 from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Excess, SavingCost
 from mpsd.failover import messages
 from mpsd.failover.messages import Kind, Message, WireError
 from mpsd.peers.credentials import Credentials
@@ -27,6 +28,9 @@ from mpsd.peers.quotas import Account, Standing
 from mpsd.peers.receive import Budgets, Refused, receive
 from mpsd.peers.server import Accepted, DoorLimits, Server, Surroundings
 from mpsd.peers.vaultpeer import pin
+
+MOST_THOUSANDTHS = 10**6
+"""Greatest cost of saving that is told apart [thousandths of an epoch]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,8 @@ def _event(connection: FailoverConnection, message: Message) -> ev.Event:
     process, generation, values = connection.process, message.generation, message.values
     match message.kind:
         case Kind.HELLO:
-            knows = (bool(values[0] & messages.TAKES_FENCED), bool(values[0] & messages.GIVES))
+            flags = messages.TAKES_FENCED, messages.GIVES, messages.BUDGETS
+            knows = [bool(values[0] & flag) for flag in flags]
             return mev.MemberCame(process, connection.uid, message.mode, generation, *knows)
         case Kind.READY:
             return mev.MemberReady(process, generation, values[0], values[1])
@@ -190,6 +195,12 @@ def _event(connection: FailoverConnection, message: Message) -> ev.Event:
             if values[1] not in set(Reclaimable):
                 raise Refused("what")
             return mev.MemberReleasedMemory(process, values[0], Reclaimable(values[1]))
+        case Kind.HOLDS:
+            return mev.MemberHolds(process, values[0], values[1])
+        case Kind.COST:
+            return mev.MemberCost(process, SavingCost(*values[:3]))
+        case Kind.LEAVES:
+            return mev.MemberExceeds(process, _excess(message))
         case Kind.LOOKED:
             if values[0] not in set(ExceptionOwner):
                 raise Refused("whose")
@@ -210,3 +221,15 @@ def _event(connection: FailoverConnection, message: Message) -> ev.Event:
         case Kind.STAYED:
             return mev.MemberStayed(process, generation, message.text)
     raise Refused("order")
+
+
+def _excess(message: Message) -> Excess:
+    """Return the budget that a program says it exceeds. Raises Refused."""
+    budget, first, second, third, listable, _ = message.values
+    match budget:
+        case SnapshotBudget.TIME:
+            thousandths = min(first * 1000 // max(1, second), MOST_THOUSANDTHS)
+            return Excess(SnapshotBudget.TIME, thousandths, third, bool(listable), message.text)
+        case SnapshotBudget.MEMORY:
+            return Excess(SnapshotBudget.MEMORY, first, second, bool(listable), message.text)
+    raise Refused("budget")

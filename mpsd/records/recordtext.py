@@ -119,6 +119,8 @@ def _fate_json(fate: ParticipantOutcome) -> dict[str, Any]:
         "turn_ms": fate.turn_ms,
         "done_ms": fate.done_ms,
         "whose": fate.whose.name.lower(),
+        # The budget for which it had left fail-over: "memory" or "time".
+        "left": fate.left.name.lower() if fate.left is not None else None,
         "restored_bytes": fate.restored_bytes,
         "replayed": fate.replayed,
     }

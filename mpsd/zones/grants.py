@@ -16,16 +16,17 @@ from mpsd.base.model import ProcessInstance
 UNIT = 2 << 20
 LEAST = 64 << 20
 """Less than this covers nothing of use: the client is better off with ranges that only absorb."""
-SHARE = 16
-"""One client gets at most this part of the rest; if that is too little, the least that is of use."""
+SHARE = 24
+"""One client gets at most this part of the rest; if that is too little, the least that is of use. With the
+default limits a hundred clients get zones."""
 
 
 @dataclass(frozen=True, slots=True)
 class ZoneLimits:
     """Limits. `gpu_bytes`: of all clients on one GPU. `client_bytes`, `client_zones`: of one client."""
 
-    gpu_bytes: int = 256 << 30
-    client_bytes: int = 32 << 30
+    gpu_bytes: int = 64 << 30
+    client_bytes: int = 16 << 30
     client_zones: int = 4096
 
 

@@ -328,7 +328,8 @@ def test_a_fault_while_no_daemon_runs_is_failed_over_by_the_next(site: Site) -> 
 
 def test_as_many_programs_at_once_as_a_server_takes() -> None:
     """59 participants, and the program that faults."""
-    with Site(**SETTINGS, failover__answer_s="30", limits__clients="1024") as site:
+    many = {"limits__clients": "1024", "failover__standby_contexts": "64"}
+    with Site(**SETTINGS, failover__answer_s="30", **many) as site:
         site.start()
         programs = [site.program() for _ in range(59)]
         site.attached(*programs)

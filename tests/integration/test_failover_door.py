@@ -14,9 +14,10 @@ from typing import TypeVar
 
 import pytest
 
-from mpsd.base.model import FailoverMode, ProcessInstance
+from mpsd.base.model import FailoverMode, ProcessInstance, SnapshotBudget
 from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Excess, SavingCost
 from mpsd.failover.messages import LAYOUT, Kind, Message, pack
 from mpsd.os import procfs
 from mpsd.peers.failoverserver import FailoverServer, FailoverServerLimits
@@ -105,6 +106,11 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
     speaker.say(Kind.MOVED, generation=2, values=(1, 2, 3, 700, 5, 1))
     speaker.say(Kind.MOVED, generation=2, values=(1, 2, 3, 700, 5, 2 + 40))
     speaker.say(Kind.LEFT, values=(1, 4096, 8192))
+    speaker.say(Kind.HOLDS, values=(5, 6))
+    speaker.say(Kind.COST, values=(7, 8, 9))
+    speaker.say(Kind.LEAVES, values=(1, 58, 100, 30, 1), text="too slow")
+    speaker.say(Kind.LEAVES, values=(1, 58, 0, 30))
+    speaker.say(Kind.LEAVES, values=(2, 14, 8), text="too large")
     speaker.say(Kind.STAYED, generation=2, text="why")
     wanted = [
         mev.MemberCame(ME, os.getuid(), FailoverMode.EXACT),
@@ -116,6 +122,11 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
         mev.MemberMoved(ME, 2, 1, 2, 3, 0, 5, waits=True, takes_ns=700),
         mev.MemberMoved(ME, 2, 1, 2, 3, 0, 5, waits=True, takes_ns=700, new_s=0.04),
         mev.MemberPages(ME, True, 4096, 8192),
+        mev.MemberHolds(ME, 5, 6),
+        mev.MemberCost(ME, SavingCost(7, 8, 9)),
+        mev.MemberExceeds(ME, Excess(SnapshotBudget.TIME, 580, 30, True, "too slow")),
+        mev.MemberExceeds(ME, Excess(SnapshotBudget.TIME, 58_000, 30)),
+        mev.MemberExceeds(ME, Excess(SnapshotBudget.MEMORY, 14, 8, False, "too large")),
         mev.MemberStayed(ME, 2, "why"),
     ]
     until(lambda: door.look(lambda: list(door.events)) == wanted, "all was heard")
@@ -134,6 +145,8 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
         (pack(Message(Kind.MOVE, generation=1)), "order"),
         (pack(Message(Kind.WELCOME)), "order"),
         (pack(Message(Kind.HELLO)), "order"),
+        (pack(Message(Kind.LIMIT)), "order"),
+        (pack(Message(Kind.LEAVES, values=(3, 1, 1))), "budget"),
         (pack(Message(Kind.READY))[:-1] + b"x", "text"),
     ],
 )

@@ -10,7 +10,7 @@ import os
 import socket
 
 from mpsd.base.model import ExceptionOwner
-from mpsd.failover.messages import GIVES, LAYOUT, MODES, TAKES_FENCED, Kind, Message, pack, unpack
+from mpsd.failover.messages import BUDGETS, GIVES, LAYOUT, MODES, TAKES_FENCED, Kind, Message, pack, unpack
 from mpsd.gpu.simulated.client import SimulatedDevice
 
 TYPE_CHECKING = False
@@ -53,6 +53,7 @@ class FailoverProgram:
         self._speaker: Speaker | None = None
         self.standby: SimulatedDevice | None = None
         self.generation = 0
+        self.budgets = False
 
     @property
     def speaker(self) -> Speaker:
@@ -68,7 +69,7 @@ class FailoverProgram:
             self._speaker.close()
         self._speaker = Speaker(self._path)
         wanted = next(m for m in MODES if m.value == mode)
-        knows = (TAKES_FENCED | GIVES,)
+        knows = (TAKES_FENCED | GIVES | (BUDGETS if self.budgets else 0),)
         self.speaker.say(Kind.HELLO, mode=wanted, generation=generation, values=knows)
         return self.hear()
 
@@ -87,7 +88,7 @@ class FailoverProgram:
         Release standby contexts of ended domains.
         """
         heard = self.hear()
-        while heard[0] in ("STAND_DOWN", "FENCED"):
+        while heard[0] in ("STAND_DOWN", "FENCED", "LIMIT"):
             if heard[0] == "STAND_DOWN":
                 self.drop()
             heard = self.hear()
@@ -120,6 +121,14 @@ class FailoverProgram:
         times = (1_000_000, 2_000_000, 3_000_000, *((0, 0, 1) if whose == ExceptionOwner.OWN else (64, 5)))
         self.speaker.say(Kind.MOVED, generation=heard[1], values=times)
         return heard
+
+    def limit(self) -> int:
+        """Wait for LIMIT; return how many bytes the snapshot buffers may take."""
+        heard = self.hear()
+        while heard[0] != "LIMIT":
+            assert heard[0] in ("STANDBY", "STAND_DOWN"), heard
+            heard = self.hear()
+        return self.values[0]
 
     def stay(self, why: str) -> list[object]:
         heard = self.hear()

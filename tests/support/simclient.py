@@ -37,11 +37,12 @@ def obey(dev: SimulatedDevice) -> None:
         known["zoned"] = GuardedDevice(dev, vault_socket)
         return known["zoned"].granted
 
-    def failover(socket_path: str, mode: str = "keep") -> list[object]:
+    def failover(socket_path: str, mode: str = "keep", budgets: bool = False) -> list[object]:
         """Say HELLO on failover.sock, and keep the connection as `fo`. Return the answer."""
         from tests.support.failovering import FailoverProgram
 
         known["fo"] = FailoverProgram(known, socket_path)
+        known["fo"].budgets = budgets
         return known["fo"].hello(mode)
 
     known["guard"], known["failover"] = guard, failover

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from mpsd.base.model import ClientId, FailoverMode, ProcessFacts, ProcessInstance, ZonePolicy
+from mpsd.base.model import ClientId, FailoverMode, ProcessFacts, ProcessInstance, SnapshotBudget, ZonePolicy
 from mpsd.config.layout import Layout
 from mpsd.core import events as ev
-from mpsd.core.failover.participants import Standing
+from mpsd.core.failover.participants import Excess, SnapshotLimit, Standing
 from mpsd.core.state import Policy, State
 from mpsd.daemon import adoption
 from mpsd.daemon.adoption import Adoption
@@ -78,12 +79,17 @@ def facts_of(row: dict[str, Any]) -> ProcessFacts:
     return ProcessFacts(instance, row["ppid"], row["uid"], row["gid"], *texts)
 
 
-def restored(base: Path, saved: dict[str, Any], seen: Callable[[ev.Event], object] = bool) -> State:
+def restored(
+    base: Path,
+    saved: dict[str, Any],
+    seen: Callable[[ev.Event], object] = bool,
+    memory: Mapping[str, int] = MappingProxyType({}),
+) -> State:
     """Return the state that a daemon has of these rows once it knows their living clients.
 
-    `seen` is called with each event that the reader posts.
+    `seen` is called with each event that the reader posts. `memory`: of each GPU [bytes].
     """
-    world = World(Policy(failover=FailoverMode.KEEP))
+    world = World(Policy(failover=FailoverMode.KEEP, gpu_memory=memory))
     layout = Layout(base / "r", base / "l", base / "s")
     (slot,) = saved["slots"]
     for name in (row["id"] for row in saved["domains"]):
@@ -114,6 +120,7 @@ def test_recorded_rows_are_written_again_as_they_were_read(tmp_path: Path) -> No
     assert not any(row.pop("full") for row in found["domains"])
     assert [(row.pop("account"), row.pop("joined")) for row in found["slots"]] == [(None, True)]
     assert found.pop("lost_gpus") == {}
+    assert [(row.pop("limit"), row.pop("excess")) for row in found["members"]] == [(None, None)]
     assert keys_of(found) == keys_of(saved)
     # The other participant has exited, and the slot was used just now.
     assert saved.pop("members")[:1] == found.pop("members")
@@ -126,6 +133,23 @@ def test_the_time_of_last_use_is_read(tmp_path: Path) -> None:
     restored(tmp_path, saved, events.append)
     (wanted,) = (event for event in events if isinstance(event, ev.SlotWanted))
     assert wanted.used == saved["slots"][0]["used"] is not None
+
+
+def test_budgets_of_a_participant_are_read_and_written(tmp_path: Path) -> None:
+    saved = recorded()
+    gpus = frozenset(saved["slots"][0]["gpus"])
+    excess = {"budget": 1, "needs": 580, "has": 30, "listable": True, "said": "it saves too much"}
+    saved["members"][0] |= {"limit": {"bytes": 4096, "gpus": sorted(gpus)}, "excess": excess}
+    state = restored(tmp_path, saved, memory=dict.fromkeys(gpus, 1 << 30))
+    assert the_member(state).limit == SnapshotLimit(4096, gpus)
+    assert the_member(state).excess == Excess(SnapshotBudget.TIME, 580, 30, True, "it saves too much")
+    assert written(state, saved)["members"] == saved["members"][:1]
+
+
+def test_budgets_that_make_no_sense_leave_the_participant_out(tmp_path: Path) -> None:
+    saved = recorded()
+    saved["members"][0]["excess"] = {"budget": 3}
+    assert not restored(tmp_path, saved).members
 
 
 def the_member(state: State) -> Any:

@@ -6,12 +6,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from mpsd.base.model import ClientId, Confidence, ExceptionOwner, FailoverMode, ProcessInstance
+from mpsd.base.model import (
+    ClientId,
+    Confidence,
+    ExceptionOwner,
+    FailoverMode,
+    ProcessInstance,
+    SnapshotBudget,
+)
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.draft import FAILOVERS_MOST
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.participants import OPAQUE_KEPT, Standing
+from mpsd.core.failover.budgets import gpus_of
+from mpsd.core.failover.participants import OFFERED, OPAQUE_KEPT, Excess, Standing
 from mpsd.core.state import DomainState, Policy
 from tests.support.core import UID, World, facts
 from tests.unit import test_core_random as base
@@ -37,8 +45,11 @@ class FailoverDaemon(base.Daemon):
         copies=st.sampled_from((True, True, True, False)),
         put_out=st.booleans(),
         most=st.sampled_from((2, 48)),
+        standbys=st.sampled_from((1, 12)),
     )
-    def begin(self, spare: bool, kill: bool, copies: bool, put_out: bool, most: int) -> None:  # type: ignore[override]
+    def begin(  # type: ignore[override]
+        self, spare: bool, kill: bool, copies: bool, put_out: bool, most: int, standbys: int
+    ) -> None:
         self.world = World(
             Policy(
                 spare=spare,
@@ -47,6 +58,7 @@ class FailoverDaemon(base.Daemon):
                 moves_per_minute=MOVES,
                 evict_offender=put_out,
                 clients_per_domain=most,
+                standby_contexts=standbys,
             )
         )
         for slot, gpu, uid in base.SLOTS[:2]:
@@ -62,11 +74,14 @@ class FailoverDaemon(base.Daemon):
                 self.check_move(effect)
             elif isinstance(effect, fx.OfferStandby | fx.StandDown):
                 assert effect.process in self.connected
+            if isinstance(effect, fx.OfferStandby):
+                assert self.world.state.members[effect.process].excess is None
 
     def check_move(self, effect: fx.Move) -> None:
         state, who = self.world.state, effect.process
         assert who in self.connected and (who, effect.generation) in self.said_ready
         home = state.members[who].home
+        assert state.members[who].excess is None, f"{who} has left"
         # A process that lost its contexts with an earlier server of the active domain moves to the standby.
         bereft = home in state.domains and who in state.domains[home].bereft
         allowed = {DomainState.ACTIVE, *([DomainState.WARM] if bereft else [])}
@@ -101,7 +116,12 @@ class FailoverDaemon(base.Daemon):
         self.connected.add(who)
         # It forgets what it was told earlier.
         self.said_ready = {(p, g) for p, g in self.said_ready if p != who}
-        self.do(mev.MemberCame(who, UID, mode, generation))
+        self.do(mev.MemberCame(who, UID, mode, generation, budgets=True))
+
+    @rule(pick=base.picks)
+    def exceeds(self, pick: int) -> None:
+        excess = Excess(SnapshotBudget.MEMORY, 2, 1)
+        self.do(mev.MemberExceeds(self.client_picked(pick).process, excess))
 
     @rule(who=base.processes, number=st.integers(0, 2))
     def takes_part(self, who: ProcessInstance, number: int) -> None:
@@ -125,7 +145,7 @@ class FailoverDaemon(base.Daemon):
             if domain is not None:
                 self.connected.add(who)
                 self.said_ready = {(p, g) for p, g in self.said_ready if p != who}
-                self.do(mev.MemberCame(who, UID, FailoverMode.KEEP))
+                self.do(mev.MemberCame(who, UID, FailoverMode.KEEP, budgets=True))
         member = self.world.state.members.get(who)
         if member is not None:
             self.said_ready.add((who, member.generation))
@@ -183,6 +203,14 @@ class FailoverDaemon(base.Daemon):
     @rule(problem=st.sampled_from(("", "", "the disk is full")))
     def copies_seen(self, problem: str) -> None:
         self.do(ev.DriverFilesSeen(problem))
+
+    @invariant()
+    def no_gpu_has_too_many_standby_contexts(self) -> None:
+        state = self.world.state
+        offered = [m for m in state.members.values() if m.standing in (*OFFERED, Standing.MOVING)]
+        for gpu in {gpu for domain in state.domains.values() for gpu in domain.gpus}:
+            here = [m for m in offered if gpu in gpus_of(state, m) and m.standing is not Standing.UNREADY]
+            assert len(here) <= state.policy.standby_contexts
 
     @invariant()
     def members_are_bounded(self) -> None:

@@ -505,3 +505,25 @@ def test_the_sample_of_the_page_status_is_what_status_prints() -> None:
         Style(),
     )
     assert _sample("mpsd/docs/status.md") == shown[2:-1]
+
+
+def test_costs_are_memory_and_the_time_of_the_slowest_client_of_a_row() -> None:
+    def costs(*shares: float | None) -> str:
+        clients = [
+            CLIENT
+            | {"pid": 5000 + number}
+            | {"protected": CLIENT["protected"] | {"cost_share": share, "cost_bytes": GIB, "remedy": ""}}
+            for number, share in enumerate(shares)
+        ]
+        return status(view(clients=clients), Style())[7]
+
+    assert "  1 GiB, 1.2 %  python" in costs(0.012)
+    assert "  1 GiB  python" in costs(None)
+    assert "  4 GiB, 2.9 %  python" in costs(0.001, None, 0.029, 0.02)
+
+
+def test_the_detail_of_a_client_has_its_snapshots_and_what_may_bring_it_back() -> None:
+    told = {"snapshot_bytes": GIB // 2, "snapshot_limit_bytes": 2 * GIB, "here": True}
+    why = {"level": "guard", "why": "saving would slow it", "cost_bytes": 0, "remedy": "use a list"}
+    shown = status(view(clients=[CLIENT | {"failover": told, "protected": why}]), Style(), verbose=True)
+    assert any("snapshots 512 MiB of 2 GiB" in line and line.endswith("use a list") for line in shown)

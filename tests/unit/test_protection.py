@@ -303,15 +303,15 @@ def test_doctor_says_where_nothing_is_proven() -> None:
 def test_core_learns_which_level_could_be_had(protect: str, gpu: Gpu, reach: ProtectionLevel) -> None:
     node = Node(protect=protect, gpus=(gpu,))
     protection = node.open()
-    assert policy_of(node.config, node.backend, protection).reach is reach
+    assert policy_of(node.config, node.backend, protection, node.gpus).reach is reach
 
 
 def test_core_learns_the_users_and_gpus_below_fail_over() -> None:
     node = Node(users={"4711": GUARD}, gpus=(H200, OTHER))
     protection = node.open()
-    policy = policy_of(node.config, node.backend, protection)
+    policy = policy_of(node.config, node.backend, protection, node.gpus)
     assert policy.failover is FailoverMode.EXACT
     assert (policy.users_without_failover, policy.gpus_without_failover) == ({4711}, {"GPU-1"})
     node = Node(protect="guard")
     protection = node.open()
-    assert policy_of(node.config, node.backend, protection).failover is FailoverMode.OFF
+    assert policy_of(node.config, node.backend, protection, node.gpus).failover is FailoverMode.OFF

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 
+from mpsd.api.failoverview import participant_view
 from mpsd.api.privacy import HIDDEN, visible_to
-from mpsd.api.protectionview import LOST_PROXY, PLAIN, Knowledge, client_view
-from mpsd.base.model import FailoverMode, ServerState
+from mpsd.api.protectionview import LOST_PROXY, PLAIN, READS, Knowledge, client_view
+from mpsd.base.model import FailoverMode, ServerState, SnapshotBudget
 from mpsd.base.protection import Protection, ProtectionLevel
 from mpsd.clients.starts import Start
 from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Excess, SavingCost
 from mpsd.core.state import Policy
 from mpsd.peers import Peer
-from tests.support.core import UID, World, facts, process
+from tests.support.core import GPU, UID, World, facts, process
 
 OBSERVE, GUARD, FAILOVER = ProtectionLevel
 NODE = Protection(FAILOVER)
@@ -40,7 +42,7 @@ class Programs(World):
         self.do(ev.ClientAttached(domain, process(PID), 1, tracked=True, apart=True))
 
     def hello(self, mode: FailoverMode = EXACT) -> None:
-        self.do(mev.MemberCame(process(PID), UID, mode))
+        self.do(mev.MemberCame(process(PID), UID, mode, budgets=True))
 
     def is_ready(self) -> None:
         self.attach("d2")
@@ -58,6 +60,10 @@ class Programs(World):
         known = Knowledge(node, vault, zones, start)
         found = client_view(self.state, self.client(domain, PID), known, self.now)
         return found["level"], found["why"], found["cost_bytes"]
+
+    def row(self) -> Mapping[str, Any]:
+        known = Knowledge(NODE, True, ZONES, None, {GPU: 3})
+        return client_view(self.state, self.client("d1", PID), known, self.now)
 
 
 def protected(policy: Policy | None = None) -> Programs:
@@ -178,3 +184,41 @@ def test_other_users_do_not_see_why() -> None:
     assert visible_to(other, full)["protected"]["why"] == ""
     own = Peer(8, 8, 1, frozenset({8}), admin=False)
     assert visible_to(own, row)["protected"]["why"] == "w"
+
+
+def test_a_client_beyond_a_budget_has_the_reason_and_what_may_bring_it_back() -> None:
+    world = protected()
+    excess = Excess(SnapshotBudget.TIME, 580, 30, True, "saving adds 58 % to an epoch")
+    world.do(mev.MemberHolds(process(PID), 5 * COST))
+    world.do(mev.MemberExceeds(process(PID), excess))
+    why = "saving would slow it by 58 %, the budget is 3 %"
+    assert world.view() == ("guard", why, 5 * COST)
+    assert world.row()["remedy"] == READS
+    shown = participant_view(world.state.members[process(PID)])
+    assert (shown["left"], shown["list_may_help"], shown["reason"]) == ("time", True, why)
+    world.do(mev.MemberLeft(process(PID)))
+    assert world.view()[:2] == ("guard", why), "it has left whether it is connected or not"
+    world.do(mev.MemberExceeds(process(PID), replace(excess, listable=False)))
+    assert world.row()["remedy"] == ""
+
+
+def test_what_protection_costs_is_memory_and_time() -> None:
+    world = protected(Policy(failover=EXACT, gpu_memory={GPU: 1 << 37}))
+    assert world.row()["cost_share"] is None
+    world.do(mev.MemberHolds(process(PID), 3 * COST))
+    world.do(mev.MemberCost(process(PID), SavingCost(2 * COST, 12, 1000)))
+    assert (world.row()["cost_bytes"], world.row()["cost_share"]) == (4 * COST, 0.012)
+    shown = participant_view(world.state.members[process(PID)])
+    assert (shown["snapshot_bytes"], shown["snapshot_limit_bytes"]) == (3 * COST, 1 << 30)
+    assert (shown["saved_bytes"], shown["saving_share"], shown["left"]) == (2 * COST, 0.012, None)
+
+
+def test_a_client_without_a_standby_context_for_their_number_says_so() -> None:
+    world = Programs(Policy(failover=EXACT, standby_contexts=1))
+    world.do(ev.ClientNoticed("d1", facts(PID + 1)))
+    world.do(ev.ClientAttached("d1", process(PID + 1), 1, tracked=True, apart=True))
+    world.do(mev.MemberCame(process(PID + 1), UID, EXACT))
+    world.hello()
+    assert (world.row()["level"], world.row()["why"]) == ("guard", "1 standby context on GPU 3, the most")
+    world.die(PID + 1)
+    assert world.row()["why"] == "its standby context is in preparation"

@@ -9,13 +9,14 @@ import pytest
 from mpsd.api.failoverview import moves_programs
 from mpsd.api.stateconditions import state_conditions
 from mpsd.base.conditions import Code, Condition, refusing
-from mpsd.base.model import ServerState
+from mpsd.base.model import FailoverMode, ServerState, SnapshotBudget
 from mpsd.clients.pins import NO_DESCRIPTOR
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
-from mpsd.core.failover.reports import MemberStayed
+from mpsd.core.failover.participants import Excess
+from mpsd.core.failover.reports import MemberCame, MemberExceeds, MemberStayed
 from mpsd.core.state import DomainState, Policy
-from tests.support.core import GPU, SLOT, World, facts, process
+from tests.support.core import GPU, SLOT, UID, World, facts, process
 from tests.unit.test_core_failover import site
 
 
@@ -156,3 +157,19 @@ def test_an_exited_client_with_a_kernel_that_never_ends_is_told_and_degrades_not
 def test_a_decision_that_was_dropped_is_told(world: World) -> None:
     world.state = world.state.counted("internal_errors", 2)
     assert found(world) == [Condition(Code.DECISION_DROPPED, count=2)]
+
+
+def test_clients_beyond_a_budget_are_counted_and_so_are_those_beyond_the_standby_contexts() -> None:
+    there = site(policy=Policy(failover=FailoverMode.EXACT, standby_contexts=1))
+    for pid in (10, 11, 12, 13):
+        there.attach(pid, "d1")
+        there.do(MemberCame(process(pid), UID, FailoverMode.EXACT, budgets=True))
+    assert found(there) == [Condition(Code.STANDBY_CAP, GPU, "1", 3)]
+    for pid, budget in ((11, SnapshotBudget.TIME), (12, SnapshotBudget.MEMORY), (13, SnapshotBudget.TIME)):
+        there.do(MemberExceeds(process(pid), Excess(budget, 58, 3)))
+    (condition,) = found(there)
+    assert condition == Condition(Code.SNAPSHOT_BUDGET, "d1", "memory: 1, time: 2", 3)
+    assert (
+        condition.text
+        == "3 client(s) of domain d1 stay at guard: saving exceeds a budget (memory: 1, time: 2)"
+    )

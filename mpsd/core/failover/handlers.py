@@ -10,7 +10,7 @@ from mpsd.core import domains, leases
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import AskServer, ExcludeWork, GrantTurn, StandDown, Welcome
-from mpsd.core.failover import memory, outcomes, plan, programcounter, serialreplay
+from mpsd.core.failover import budgets, memory, outcomes, plan, programcounter, serialreplay
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.participants import OFFERED, OPAQUE_KEPT, Outcome, Participant, Standing, Turn
 from mpsd.core.lifecycle import DomainTrigger
@@ -24,7 +24,8 @@ def on_came(draft: Draft, event: mev.MemberCame) -> None:
     """Register a participant that said HELLO; its earlier state is kept as far as it still holds."""
     most = _most(draft, event.process, event.uid)
     mode = min(event.mode, most, key=_ORDER.index)
-    draft.emit(Welcome(event.process, mode))
+    keeps = event.budgets and mode is FailoverMode.EXACT
+    draft.emit(Welcome(event.process, mode, budgets.TIME_BUDGET if keeps else None))
     if mode is FailoverMode.OFF:
         # Mode off: the program is no participant, whatever it said before.
         on_left(draft, mev.MemberLeft(event.process))
@@ -37,13 +38,16 @@ def on_came(draft: Draft, event: mev.MemberCame) -> None:
     serialreplay.end_turn_of_disconnected(draft, event.process)
     # Repeat earlier offers: the program may have connected to a new daemon.
     fresh = Participant(event.process, event.uid, mode, home=home, fences=event.fences, gives=event.gives)
+    fresh = replace(fresh, budgets=event.budgets)
     if known is not None:
         fresh = replace(fresh, opaque=known.opaque, unsure=known.unsure, told=known.told)
         fresh = replace(fresh, again=known.again, guessed=known.guessed, owed=known.owed)
         fresh = replace(fresh, slow=known.slow, since=known.since)
+        fresh = replace(fresh, held=None, limit=known.limit, cost=known.cost, excess=known.excess)
     if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:
         fresh = replace(fresh, standing=Standing.LEFT_BEHIND, reason=known.reason)
     draft.put_participant(fresh)
+    budgets.repeat(draft, event.process)
     contexts = {c.id.domain for c in draft.state.spaces_of(event.process)}
     if event.generation and f"d{event.generation}" not in contexts:
         _mark_contexts_idle(draft, event, home)
@@ -88,7 +92,8 @@ def on_restored(draft: Draft, event: mev.MemberRestored) -> None:
     participant = Participant(event.process, event.uid, event.mode, connected=False, home=event.home)
     if event.left_behind:
         participant = replace(participant, standing=Standing.LEFT_BEHIND, reason=event.left_behind)
-    draft.put_participant(participant)
+    limit = budgets.restored(draft.state, event.limit)
+    draft.put_participant(replace(participant, held=None, limit=limit, excess=event.excess))
 
 
 def on_left(draft: Draft, event: mev.MemberLeft) -> None:
@@ -145,7 +150,8 @@ def ended(draft: Draft, process: ProcessInstance, *, execed: bool = False) -> No
     draft.drop_participant(process)
     if execed and participant.connected:
         fresh = Participant(process, participant.uid, participant.mode, opaque=participant.opaque)
-        draft.put_participant(replace(fresh, fences=participant.fences, gives=participant.gives))
+        fresh = replace(fresh, fences=participant.fences, gives=participant.gives)
+        draft.put_participant(replace(fresh, budgets=participant.budgets))
     _release_waiters(draft, participant)
     _expire_standby(draft, participant)
 
@@ -184,6 +190,11 @@ def _reporter(draft: Draft, process: ProcessInstance, generation: int) -> Partic
 def on_ready(draft: Draft, event: mev.MemberReady) -> None:
     participant = _reporter(draft, event.process, event.generation)
     if participant is None or participant.standing not in OFFERED:
+        return
+    if participant.standing is Standing.UNREADY and budgets.full_gpu(draft.state, participant):
+        # Another participant's standby context has taken its place.
+        plan.withdraw_offer(draft, participant, "too many standby contexts")
+        refresh(draft, event.process)
         return
     # A new standby context may be asked for, whatever became of the former one.
     yields = participant.yields if participant.standing is Standing.READY else None
@@ -243,6 +254,30 @@ def on_unsure(draft: Draft, event: mev.MemberUnsure) -> None:
         and len(participant.unsure) < OPAQUE_KEPT
     ):
         draft.put_participant(replace(participant, unsure=(*participant.unsure, event.name)))
+
+
+def on_cost(draft: Draft, event: mev.MemberCost) -> None:
+    participant = draft.state.members.get(event.process)
+    if participant is not None and budgets.has_limit(participant):
+        draft.put_participant(replace(participant, cost=event.cost))
+
+
+def on_exceeds(draft: Draft, event: mev.MemberExceeds) -> None:
+    """Let a participant leave fail-over for good. A program repeats this on each connection."""
+    participant = draft.state.members.get(event.process)
+    if participant is None or not participant.budgets:
+        draft.count("failover_words_ignored")
+        return
+    if participant.excess is None:
+        draft.count("failover_budgets_exceeded")
+        draft.publish("failover-left", participant.uid, pid=event.process.pid, reason=event.excess.why)
+    left = replace(participant, excess=event.excess, cost=None, wants=0, capped=None, bytes=0)
+    draft.put_participant(left)
+    budgets.shrink(draft, event.process)
+    if participant.standing in OFFERED:
+        plan.withdraw_offer(draft, draft.state.members[event.process], event.excess.why)
+    _release_waiters(draft, participant)
+    _expire_standby(draft, participant)
 
 
 def on_error(draft: Draft, event: mev.MemberError) -> None:

@@ -23,6 +23,7 @@ from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, GrantMemory, RequestMemory
 from mpsd.core.failover import plan
 from mpsd.core.failover import reports as mev
+from mpsd.core.failover.budgets import gpus_of
 from mpsd.core.failover.participants import MemoryShortage, Participant, Standing, Turn
 from mpsd.core.state import State
 
@@ -101,11 +102,6 @@ def _able_to_release(state: State) -> list[Participant]:
 
 def _largest(members: list[Participant]) -> Participant:
     return max(members, key=lambda m: (m.bytes, m.process.pid))
-
-
-def gpus_of(state: State, participant: Participant) -> frozenset[str]:
-    home = state.domains.get(participant.home or "")
-    return frozenset(home.gpus if home is not None else ())
 
 
 def _would_suffice(ready: list[Participant], shortage: MemoryShortage) -> bool:

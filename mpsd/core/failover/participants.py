@@ -11,7 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mpsd.base.model import ExceptionOwner, FailoverMode, ProcessInstance, Reclaimable, ReplayMode
+from mpsd.base.model import (
+    ExceptionOwner,
+    FailoverMode,
+    ProcessInstance,
+    Reclaimable,
+    ReplayMode,
+    SnapshotBudget,
+)
 
 OPAQUE_KEPT = 64
 
@@ -55,6 +62,64 @@ class MemoryShortage:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotLimit:
+    """The GPU memory [bytes] that a participant's snapshot buffers may take, of the pools of these GPUs."""
+
+    bytes: int
+    gpus: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SavingCost:
+    """The cost of mode exact, as a participant reports it.
+
+    `bytes`: saved per epoch. `added_ns`: time that saving added to epochs that took `epoch_ns` without it.
+    """
+
+    bytes: int
+    added_ns: int
+    epoch_ns: int
+
+    @property
+    def share(self) -> float | None:
+        """Return the added time as a share of the time without it; None if there was no work."""
+        return self.added_ns / self.epoch_ns if self.epoch_ns else None
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """The budget that a participant exceeds, so that it has left fail-over for good.
+
+    `needs`, `has`: bytes for MEMORY, thousandths of an epoch for TIME. `listable`: a list of read-only
+    parameters may bring it under the budget. `said`: the program's own sentence.
+    """
+
+    budget: SnapshotBudget
+    needs: int
+    has: int
+    listable: bool = False
+    said: str = ""
+
+    @property
+    def why(self) -> str:
+        if self.budget is SnapshotBudget.TIME:
+            return f"saving would slow it by {_percent(self.needs)} %, the budget is {_percent(self.has)} %"
+        return f"snapshot budget: {_need(self.needs, self.has)}"
+
+
+def _percent(thousandths: int) -> str:
+    return f"{thousandths / 10:.0f}" if thousandths >= 100 else f"{thousandths / 10:.1f}".removesuffix(".0")
+
+
+def _need(needs: int, has: int) -> str:
+    """Return what is needed, rounded up, and what there is, rounded down, in one unit."""
+    shift, unit = next(((s, u) for s, u in ((30, "GiB"), (20, "MiB")) if needs >> s), (10, "KiB"))
+    tenths = -(-needs * 10 >> shift), has * 10 >> shift
+    shown = [f"{t / 10:.1f}".removesuffix(".0") for t in tenths]
+    return f"needs {shown[0]} {unit}, has {shown[1]}"
+
+
+@dataclass(frozen=True, slots=True)
 class Participant:
     """A fail-over participant.
 
@@ -87,6 +152,15 @@ class Participant:
       - `gives`: it can be asked to release memory that it keeps for fail-over only.
       - `shorts`: the allocations for which it lately asked for memory, newest last.
       - `yields`: when it was asked for its standby context for clients that cannot ask [monotonic s].
+
+    Budgets (budgets.py):
+      - `budgets`: it keeps the budgets of mode exact.
+      - `held`: bytes in its snapshot buffers; None if it has not said so since it connected again.
+      - `wants`: bytes in all that it asked for last, else 0.
+      - `limit`: the most that they may take; None before its GPUs are known.
+      - `cost`: what saving costs it, as it reported last.
+      - `excess`: the budget that it exceeds: it takes no part any more, and runs on.
+      - `capped`: the GPU with too many standby contexts for one more.
     """
 
     process: ProcessInstance
@@ -119,12 +193,19 @@ class Participant:
     shorts: tuple[MemoryShortage, ...] = ()
     asked: str | None = None
     yields: float | None = None
+    budgets: bool = False
+    held: int | None = 0
+    wants: int = 0
+    limit: SnapshotLimit | None = None
+    cost: SavingCost | None = None
+    excess: Excess | None = None
+    capped: str | None = None
 
     @property
-    def persistent_fields(self) -> tuple[FailoverMode, str | None, str | None]:
+    def persistent_fields(self) -> tuple[object, ...]:
         """Return the fields that a later daemon needs."""
         left = self.reason if self.standing is Standing.LEFT_BEHIND else None
-        return self.mode, self.home, left
+        return self.mode, self.home, left, self.limit, self.excess
 
 
 class Outcome(StrEnum):
@@ -142,7 +223,7 @@ class ParticipantOutcome:
 
     Times in ms since it was told to move, as it reports. Exceptions by the daemon's clock: `turn_ms`, when
     its turn was given (unless it replayed at once), and `done_ms`, when it reported the end of its replay.
-    `whose`: its finding about the origin of the fault.
+    `whose`: its finding about the origin of the fault. `left`: the budget for which it had left fail-over.
     """
 
     process: ProcessInstance
@@ -160,6 +241,7 @@ class ParticipantOutcome:
     restored_bytes: int = 0
     replayed: int = 0
     whose: ExceptionOwner = ExceptionOwner.UNKNOWN
+    left: SnapshotBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from mpsd.base.model import Confidence, ExceptionOwner, FailoverMode, ProcessInstance, ReplayMode
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Fenced, Move, OfferStandby, RecordFailover, StandDown
-from mpsd.core.failover import serialreplay
+from mpsd.core.failover import budgets, serialreplay
 from mpsd.core.failover.outcomes import LEFT, latest_of, revise, rewrite
 from mpsd.core.failover.participants import (
     OFFERED,
@@ -46,9 +46,13 @@ kernel ends a process under locks of the driver that they need."""
 
 
 def participants_of(state: State, slot: Slot) -> list[Participant]:
-    """Return the connected participants in the slot's active domain, and in its full domains."""
+    """Return the connected participants in the slot's active domain, and in its full domains.
+
+    Participants that exceed a budget need no standby domain.
+    """
     full = {d.id for d in state.domains.values() if d.slot == slot.id and d.state is DomainState.FULL}
-    return [m for m in state.members.values() if m.connected and m.home in {slot.active, *full} - {None}]
+    able = (m for m in state.members.values() if m.connected and m.excess is None)
+    return [m for m in able if m.home in {slot.active, *full} - {None}]
 
 
 def linger(draft: Draft, slot: str) -> None:
@@ -105,15 +109,15 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
         return
     if participant.home not in draft.state.domains:
         participant = draft.put_participant(replace(participant, home=find_home(draft.state, process)))
+    budgets.grant_first(draft, process)
+    participant = draft.state.members[process]
     target = target_of(draft.state, participant)
     if participant.standing in OFFERED and (target is None or target.generation != participant.generation):
-        participant = _withdraw_offer(draft, participant, "the standby domain has ended")
+        participant = withdraw_offer(draft, participant, "the standby domain has ended")
     if target is None:
         return
     if participant.standing is Standing.WAITING and _may_be_offered(draft.state, participant, draft.now):
-        offered = replace(participant, standing=Standing.OFFERED, generation=target.generation, reason="")
-        draft.put_participant(replace(offered, ready_ms=None, bytes=0))
-        draft.emit(OfferStandby(process, target.generation, target.id))
+        _offer(draft, participant, target)
     elif participant.standing is Standing.READY and draft.state.has_lost(participant):
         _move_late(draft, participant, target)
     elif _is_beside_endless_work(draft.state, participant) and not reason_not_to_move(
@@ -123,6 +127,30 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
         _record(draft, poisoned, DomainTrigger.POISON.value, True, [participant], [], "", late=True)
         if poisoned.last_fault is not None:
             link(draft, poisoned.id, poisoned.last_fault)
+
+
+def _offer(draft: Draft, participant: Participant, target: Domain) -> None:
+    """Offer the standby domain, unless a GPU has too many standby contexts."""
+    if full := budgets.full_gpu(draft.state, participant):
+        most = draft.state.policy.standby_contexts
+        why = f"its GPU has no more than {most} standby contexts"
+        draft.put_participant(replace(participant, capped=full, reason=why))
+        return
+    offered = replace(participant, standing=Standing.OFFERED, generation=target.generation, reason="")
+    draft.put_participant(replace(offered, ready_ms=None, bytes=0, capped=None))
+    draft.emit(OfferStandby(participant.process, target.generation, target.id))
+
+
+def offer_free_places(draft: Draft, before: State) -> None:
+    """Offer standby contexts that have become possible to participants that wait for one, in their order."""
+    if draft.state.members is before.members and draft.state.clients is before.clients:
+        return
+    waiting = [m for m in draft.state.members.values() if m.capped is not None]
+    most = draft.state.policy.standby_contexts
+    for gpu in sorted({m.capped for m in waiting if m.capped is not None}):
+        if len(budgets.standbys_on(draft.state, gpu)) < most:
+            for participant in (m for m in waiting if m.capped == gpu):
+                refresh(draft, participant.process)
 
 
 def refresh_all(draft: Draft, slot: str | None = None) -> None:
@@ -135,15 +163,17 @@ def refresh_all(draft: Draft, slot: str | None = None) -> None:
 def _may_be_offered(state: State, participant: Participant, now: float) -> bool:
     """Return whether this participant can be offered a standby domain now.
 
-    Not before its first context has a lease, because the lease tells that context from the standby context.
-    Not while it has work to replay either: a program that makes a standby context does not answer for over a
-    second.
+    Not if it exceeds a budget. Not before its first context has a lease, because the lease tells that context
+    from the standby context. Not while it has work to replay either: a program that makes a standby context
+    does not answer for over a second.
     """
     home = [c for c in state.spaces_of(participant.process) if c.id.domain == participant.home and c.living]
     settled = [c for c in home if c.state in (ClientState.ATTACHED, ClientState.UNPROTECTED)]
     domain = state.domains.get(participant.home or "")
     is_late = domain is not None and serialreplay.is_late(domain, participant.process, now)
     if domain is not None and not state.policy.gpus_without_failover.isdisjoint(domain.gpus):
+        return False
+    if participant.excess is not None:
         return False
     is_heard = (participant.turn is Turn.NONE and not is_late) or state.has_lost(participant)
     return is_heard and bool(settled) and not state.copies_problem and not state.stopping
@@ -161,7 +191,7 @@ def _is_beside_endless_work(state: State, participant: Participant) -> bool:
     )
 
 
-def _withdraw_offer(draft: Draft, participant: Participant, why: str) -> Participant:
+def withdraw_offer(draft: Draft, participant: Participant, why: str) -> Participant:
     """Withdraw the offer of a standby domain."""
     if participant.connected:
         draft.emit(StandDown(participant.process, participant.generation, why))
@@ -173,7 +203,7 @@ def leave_behind(draft: Draft, participant: Participant, why: str) -> None:
     if participant.connected:
         draft.emit(StandDown(participant.process, participant.generation, why, final=True))
     left_behind = replace(
-        participant, standing=Standing.LEFT_BEHIND, generation=0, reason=why, turn=Turn.NONE
+        participant, standing=Standing.LEFT_BEHIND, generation=0, reason=why, turn=Turn.NONE, capped=None
     )
     draft.put_participant(left_behind)
 
@@ -182,10 +212,14 @@ def reason_not_to_move(draft: Draft, participant: Participant, target: Domain | 
     """Return why this participant cannot be told to move to `target`; empty if it can."""
     limit = draft.state.policy.moves_per_minute
     recent = [t for t in participant.told if draft.now - t < MINUTE_S]
+    if participant.excess is not None:
+        return f"the client had left fail-over ({participant.excess.why})"
     if not participant.connected:
         return "the client is not connected"
     if target is None:
         return "no standby domain was available"
+    if participant.capped is not None:
+        return participant.reason
     if participant.standing is not Standing.READY or participant.generation != target.generation:
         return f"the standby context was not ready: {participant.reason or participant.standing.value}"
     if len(recent) >= limit:
@@ -419,9 +453,10 @@ def _entry(state: State, participant: Participant, refusal: str, suspect: bool) 
     outcome = Outcome.NOT_TOLD if refusal else Outcome.TOLD
     told_ms = None if refusal else 0.0
     command = facts.command if facts is not None else ""
-    return ParticipantOutcome(
+    entry = ParticipantOutcome(
         participant.process, participant.uid, command, outcome, refusal, suspect, told_ms
     )
+    return replace(entry, left=participant.excess.budget if participant.excess is not None else None)
 
 
 def _evict_offenders(draft: Draft, sure: Iterable[ProcessInstance], target: Domain | None) -> None:

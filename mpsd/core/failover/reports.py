@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpsd.base.model import ExceptionOwner, FailoverMode, ProcessInstance, Reclaimable
+from mpsd.core.failover.participants import Excess, SavingCost, SnapshotLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +14,7 @@ class MemberCame:
 
     `generation`: of the standby domain in which it lives by now; 0: its first context. `fences`: it accepts
     the daemon's message that its old domain writes no more. `gives`: it can be asked to release memory that
-    it keeps for fail-over only.
+    it keeps for fail-over only. `budgets`: it keeps the budgets of mode exact.
     """
 
     process: ProcessInstance
@@ -22,17 +23,23 @@ class MemberCame:
     generation: int = 0
     fences: bool = False
     gives: bool = False
+    budgets: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRestored:
-    """A participant known to an earlier daemon, which has not connected again yet."""
+    """A participant known to an earlier daemon, which has not connected again yet.
+
+    `limit`, `excess`: as of a Participant.
+    """
 
     process: ProcessInstance
     uid: int
     mode: FailoverMode
     home: str
     left_behind: str = ""
+    limit: SnapshotLimit | None = None
+    excess: Excess | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,31 @@ class MemberReleasedMemory:
     process: ProcessInstance
     bytes: int
     spared: Reclaimable
+
+
+@dataclass(frozen=True, slots=True)
+class MemberHolds:
+    """The program's snapshot buffers take `held` bytes; it wants them to take `wants` (0: no more)."""
+
+    process: ProcessInstance
+    held: int
+    wants: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberCost:
+    """The program reports the cost of saving in the last period."""
+
+    process: ProcessInstance
+    cost: SavingCost
+
+
+@dataclass(frozen=True, slots=True)
+class MemberExceeds:
+    """The program has left fail-over for good, because it exceeds a budget."""
+
+    process: ProcessInstance
+    excess: Excess
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +217,9 @@ MemberEvent = (
     | MemberUnsure
     | MemberWantsMemory
     | MemberReleasedMemory
+    | MemberHolds
+    | MemberCost
+    | MemberExceeds
     | MemberError
     | MemberMoved
     | MemberFoundCode

@@ -154,6 +154,7 @@ def may_replay_together(state: State, domain: Domain, here: Iterable[ProcessInst
         and participant.connected
         and participant.mode is FailoverMode.EXACT
         and participant.standing is not Standing.LEFT_BEHIND
+        and participant.excess is None
     )
 
 

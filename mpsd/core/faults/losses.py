@@ -6,6 +6,7 @@ Its pause is known once it reports that its calls go on.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -99,6 +100,21 @@ def remedy(state: State, record: FaultRecord) -> str:
         return ""
     setting = 'With protect = "failover" and mpsd-run' if _is_off(state) else "Under mpsd-run"
     return f"{setting}, {clients} could have moved"
+
+
+def departures(state: State, record: FaultRecord) -> str:
+    """Return how many victims had left fail-over before the fault, and for which budget; empty if none."""
+    entries = _entries(state, record)
+    counts: Counter[str] = Counter()
+    for process in {v.id.process for v in record.victims}:
+        participant, entry = state.members.get(process), entries.get(process)
+        budget = entry[1].left if entry is not None else None
+        if entry is None and participant is not None and participant.excess is not None:
+            budget = participant.excess.budget
+        if budget is not None:
+            counts[budget.name.lower()] += 1
+    parts = " and ".join(f"{count} for the {budget} budget" for budget, count in sorted(counts.items()))
+    return f"Lost clients that had left fail-over before: {parts} (mpsd-ctl failovers)" if parts else ""
 
 
 def _is_off(state: State) -> bool:

@@ -27,8 +27,9 @@ def write(draft: Draft, record: FaultRecord) -> None:
 
 
 def _action(draft: Draft, record: FaultRecord) -> str:
-    remedy = losses.remedy(draft.state, record)
-    return _next_steps(draft, record) + (f". {remedy}." if remedy else "")
+    notes = losses.remedy(draft.state, record), losses.departures(draft.state, record)
+    told = [_next_steps(draft, record), *filter(None, notes)]
+    return ". ".join(told) + ("." if len(told) > 1 else "")
 
 
 def _next_steps(draft: Draft, record: FaultRecord) -> str:

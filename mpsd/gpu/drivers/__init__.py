@@ -6,6 +6,11 @@
     gpus = ["NVIDIA H200"]                  # the family: names as NVML reports them, in full
     level = "failover"                      # the highest level that is proven
     auto = "guard"                          # what protect = "auto" takes; without this key, `level`
+    [stall]                                 # how long the GPU stands still at an SM exception; optional
+    base_ms = 10                            # without other contexts
+    context_ms = 8                          # for each context of a client
+    standby_ms = 3.7                        # for each standby context
+    evidence = "faultinject/evidence/..."   # the table with the measurement
     [evidence]                              # a file of the repository = what it shows
     "faultinject/evidence/failover-sm.md" = "SM exceptions: no participant lost a result"
 
@@ -16,16 +21,35 @@ ignored here.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from mpsd.base.protection import ProtectionLevel
 
 
 @dataclass(frozen=True, slots=True)
+class Stall:
+    """How long a GPU stands still at an SM exception, by the contexts on it. `evidence`: the table."""
+
+    base_ms: float
+    context_ms: float
+    standby_ms: float
+    evidence: str
+
+    def of(self, contexts: int, standbys: int) -> float:
+        """Return the estimate [ms] with so many contexts of clients, and so many standby contexts."""
+        return round(self.base_ms + contexts * self.context_ms + standbys * self.standby_ms, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Combination:
-    """A driver branch on a GPU family. `evidence`: files of the repository, each with its statement."""
+    """A driver branch on a GPU family. `evidence`: files of the repository, each with its statement.
+
+    `stall`: None if it is not measured.
+    """
 
     title: str
     backend: str
@@ -34,6 +58,7 @@ class Combination:
     level: ProtectionLevel
     auto: ProtectionLevel
     evidence: tuple[tuple[str, str], ...]
+    stall: Stall | None = None
 
     def matches(self, backend: str, driver: str, gpu: str) -> bool:
         """Return whether this is the combination of a driver version and the name of a GPU."""
@@ -59,7 +84,13 @@ def read(text: str) -> Combination:
         level=ProtectionLevel(table["level"]),
         auto=ProtectionLevel(table.get("auto", table["level"])),
         evidence=tuple((str(file), str(statement)) for file, statement in table["evidence"].items()),
+        stall=_stall(table["stall"]) if "stall" in table else None,
     )
+
+
+def _stall(table: Mapping[str, Any]) -> Stall:
+    base, context, standby = (float(table[key]) for key in ("base_ms", "context_ms", "standby_ms"))
+    return Stall(base, context, standby, str(table["evidence"]))
 
 
 def proven(backend: str, driver: str, gpu: str) -> Combination | None:

@@ -1,0 +1,199 @@
+"""Budgets of mode exact: memory of snapshot buffers, and the number of standby contexts.
+
+Memory. The snapshot buffers of all participants on a GPU share a pool, an eighth of the GPU's memory. Each
+participant has a limit. Its first limit is a sixteenth of the pool. A participant that wants more gets it
+from the rest of the pool, then from participants that hold less than their limits. Limits of the latter are
+lowered only if the wish is then met in full: a program that gets less leaves fail-over anyway.
+
+Invariants: the limits on a GPU never exceed its pool. No limit is lowered below what its participant holds,
+or asked for last. The limit of a participant that has ended, or has left fail-over and released its buffers,
+is free again.
+
+Standby contexts. The GPU stands still at an SM exception for longer the more contexts it has, so their number
+has a limit. A participant beyond it waits until another one's standby context ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpsd.base.model import FailoverMode, ProcessInstance
+from mpsd.core.draft import Draft
+from mpsd.core.effects import LimitSnapshots
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Participant, SnapshotLimit, Standing
+from mpsd.core.state import State
+
+POOL_SHARE = 8
+"""Divisor of a GPU's memory that gives its pool."""
+FIRST_SHARE = 16
+"""Divisor of the pool that gives a first limit."""
+TIME_BUDGET = 30
+"""Thousandths of an epoch that saving may add. A program that exceeds them leaves by itself."""
+
+_WITH_STANDBY = frozenset({Standing.OFFERED, Standing.READY, Standing.MOVING})
+
+
+def gpus_of(state: State, participant: Participant) -> frozenset[str]:
+    home = state.domains.get(participant.home or "")
+    return frozenset(home.gpus if home is not None else ())
+
+
+# -- memory ----------------------------------------------------------------------------------------------
+
+
+def pool(state: State, gpu: str) -> int:
+    """Return how many bytes all snapshot buffers on a GPU may take; 0 for a GPU that is not known."""
+    return state.policy.gpu_memory.get(gpu, 0) // POOL_SHARE
+
+
+def free(state: State, gpu: str) -> int:
+    """Return the bytes of the pool that no limit has."""
+    limits = (m.limit for m in state.members.values() if m.limit is not None)
+    return pool(state, gpu) - sum(limit.bytes for limit in limits if gpu in limit.gpus)
+
+
+def _free_on(state: State, gpus: frozenset[str]) -> int:
+    return max(0, min((free(state, gpu) for gpu in gpus), default=0))
+
+
+def has_limit(participant: Participant) -> bool:
+    """Return whether this participant must keep a limit."""
+    exact = participant.mode is FailoverMode.EXACT
+    return participant.budgets and exact and participant.excess is None
+
+
+def grant_first(draft: Draft, process: ProcessInstance) -> None:
+    """Give a participant its first limit as soon as its GPUs are known."""
+    participant = draft.state.members[process]
+    gpus = gpus_of(draft.state, participant)
+    known = participant.limit is not None and participant.limit.gpus == gpus
+    if known or not gpus or not has_limit(participant):
+        return
+    participant = draft.put_participant(replace(participant, limit=None))
+    first = min(pool(draft.state, gpu) for gpu in gpus) // FIRST_SHARE
+    size = min(max(first, participant.held or 0), _free_on(draft.state, gpus))
+    _set(draft, participant, SnapshotLimit(size, gpus))
+    if participant.wants > size:
+        _raise(draft, draft.state.members[process], participant.wants)
+
+
+def repeat(draft: Draft, process: ProcessInstance) -> None:
+    """Tell a participant on a new connection the limit that it has."""
+    participant = draft.state.members[process]
+    if participant.limit is not None and has_limit(participant):
+        draft.emit(LimitSnapshots(process, participant.limit.bytes))
+
+
+def restored(state: State, limit: SnapshotLimit | None) -> SnapshotLimit | None:
+    """Return the limit of an earlier daemon, as far as the pools still permit it."""
+    return limit and replace(limit, bytes=min(limit.bytes, _free_on(state, limit.gpus)))
+
+
+def on_holds(draft: Draft, event: mev.MemberHolds) -> None:
+    """Note what a participant holds, and raise its limit if it wants more.
+
+    It is told its limit whenever it wants or holds more than that. In the second case, which a lowered limit
+    can cross, it releases the rest by itself.
+    """
+    participant = draft.state.members.get(event.process)
+    if participant is None or not participant.budgets:
+        draft.count("failover_words_ignored")
+        return
+    participant = draft.put_participant(replace(participant, held=event.held, wants=event.wants))
+    if participant.limit is None:
+        return
+    if not has_limit(participant):
+        shrink(draft, event.process)
+    elif max(event.held, event.wants) > participant.limit.bytes:
+        _raise(draft, participant, max(event.held, event.wants))
+
+
+def shrink(draft: Draft, process: ProcessInstance) -> None:
+    """Take back the limit of a participant that has left fail-over, down to what it has not released yet."""
+    participant = draft.state.members[process]
+    if participant.limit is not None:
+        limit = replace(participant.limit, bytes=_floor(replace(participant, wants=0)))
+        draft.put_participant(replace(participant, limit=limit if limit.bytes else None, wants=0))
+
+
+def _raise(draft: Draft, participant: Participant, wanted: int) -> None:
+    """Raise a limit to `wanted`, or as far as possible without others, and tell the participant."""
+    limit = participant.limit
+    if limit is None:
+        return
+    for other, size in _lowered(draft.state, participant, wanted - limit.bytes).items():
+        lowered = draft.state.members[other]
+        if lowered.limit is not None:
+            _set(draft, lowered, replace(lowered.limit, bytes=size))
+    more = min(wanted - limit.bytes, _free_on(draft.state, limit.gpus))
+    _set(draft, participant, replace(limit, bytes=limit.bytes + more))
+
+
+def _lowered(state: State, participant: Participant, more: int) -> dict[ProcessInstance, int]:
+    """Return the lower limits of other participants that free `more` bytes on all GPUs of this one.
+
+    Empty if that is not needed, or not possible.
+    """
+    found: dict[ProcessInstance, int] = {}
+    for gpu in sorted(participant.limit.gpus if participant.limit is not None else ()):
+        here = [m for m in state.members.values() if m.limit is not None and gpu in m.limit.gpus]
+        sizes = {m: found.get(m.process, _size(m)) for m in here if m.process != participant.process}
+        short = more - free(state, gpu) - sum(_size(m) - size for m, size in sizes.items())
+        for other in sorted(sizes, key=lambda m: (_floor(m) - sizes[m], m.process.pid)):
+            part = min(max(0, short), sizes[other] - _floor(other))
+            if part > 0:
+                found[other.process] = sizes[other] - part
+                short -= part
+        if short > 0:
+            return {}
+    return found
+
+
+def _size(participant: Participant) -> int:
+    return participant.limit.bytes if participant.limit is not None else 0
+
+
+def _floor(participant: Participant) -> int:
+    """Return what a participant's limit must leave it: its buffers, and what it was granted for a save.
+
+    All of it while the buffers are not known: it may fill them while it is not connected.
+    """
+    if participant.held is None or not participant.connected:
+        return _size(participant)
+    return min(_size(participant), max(participant.held, participant.wants))
+
+
+def _set(draft: Draft, participant: Participant, limit: SnapshotLimit) -> None:
+    draft.put_participant(replace(participant, limit=limit))
+    if has_limit(participant):
+        draft.emit(LimitSnapshots(participant.process, limit.bytes))
+
+
+# -- standby contexts ------------------------------------------------------------------------------------
+
+
+def full_gpu(state: State, participant: Participant) -> str | None:
+    """Return a GPU on which this participant would have one standby context too many."""
+    most = state.policy.standby_contexts
+    gpus = sorted(gpus_of(state, participant))
+    return next((g for g in gpus if len(standbys_on(state, g) - {participant.process}) >= most), None)
+
+
+def contexts_on(state: State, gpu: str) -> tuple[int, int]:
+    """Return the number of clients' contexts on this GPU, and of standby contexts."""
+    here = {d.id for d in state.domains.values() if gpu in d.gpus and not d.is_dead}
+    clients = [c for c in state.clients.values() if c.living and c.id.domain in here]
+    standbys = sum(1 for c in clients if state.is_standby_context(c))
+    return len(clients) - standbys, standbys
+
+
+def standbys_on(state: State, gpu: str) -> frozenset[ProcessInstance]:
+    """Return the processes that have a standby context on this GPU, or were offered one."""
+    here = {d.id for d in state.domains.values() if gpu in d.gpus and not d.is_dead}
+    known = [m for m in state.members.values() if m.home is not None]
+    offered = {m.process for m in known if m.standing in _WITH_STANDBY and gpu in gpus_of(state, m)}
+    contexts = {(c.id.process, c.id.domain) for c in state.clients.values() if c.living}
+    homes = {m.process: m.home for m in known if (m.process, m.home) in contexts}
+    idle = {p for p, domain in contexts if domain in here and homes.get(p, domain) != domain}
+    return frozenset(offered | idle)

@@ -1,0 +1,488 @@
+"""Budgets of mode exact in core: who gets which limit, who gets a standby context, and who has left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mpsd.base.model import FailoverMode, ProcessInstance, SnapshotBudget
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.failover import budgets
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.budgets import FIRST_SHARE, POOL_SHARE, TIME_BUDGET
+from mpsd.core.failover.participants import Excess, Outcome, SavingCost, SnapshotLimit, Standing
+from mpsd.core.state import DomainState, Policy
+from tests.support.core import GPU, UID, facts, process
+from tests.unit.test_core_failover import Site
+
+EXACT, KEEP = FailoverMode.EXACT, FailoverMode.KEEP
+GIB = 1 << 30
+POOL = 16 * GIB
+FIRST = POOL // FIRST_SHARE
+MEMORY = {GPU: POOL * POOL_SHARE, "GPU-1": POOL * POOL_SHARE}
+ON = Policy(failover=EXACT, gpu_memory=MEMORY, linger_limit_s=30.0)
+TOO_LARGE = Excess(SnapshotBudget.MEMORY, 14 * GIB, 8 * GIB, False, "one step saves 14 GiB")
+TOO_SLOW = Excess(SnapshotBudget.TIME, 580, 30, True, "saving adds 58 % to an epoch")
+
+
+class Node(Site):
+    """d1 active, d2 its standby domain."""
+
+    def __init__(self, policy: Policy = ON) -> None:
+        super().__init__(policy)
+        self.ready()
+        self.do(ev.DriverFilesSeen(""))
+
+    def greet(self, pid: int, mode: FailoverMode = EXACT, *, knows: bool = True) -> None:
+        self.do(mev.MemberCame(process(pid), UID, mode, budgets=knows))
+
+    def takes_part(self, *pids: int) -> Node:
+        for pid in pids:
+            self.attach(pid, "d1")
+            self.greet(pid)
+        return self
+
+    def are_ready(self, *pids: int) -> Node:
+        for pid in pids:
+            self.is_ready(pid, self.state.members[process(pid)].generation)
+        return self
+
+    def holds(self, pid: int, held: int, wants: int = 0) -> dict[int, int]:
+        """Say HOLDS. Return the limits that core then tells."""
+        self.do(mev.MemberHolds(process(pid), held, wants))
+        return self.limits()
+
+    def limits(self) -> dict[int, int]:
+        return {e.process.pid: e.bytes for e in self.made(fx.LimitSnapshots)}
+
+    def limit(self, pid: int) -> int:
+        found = self.state.members[process(pid)].limit
+        assert found is not None
+        return found.bytes
+
+    def leaves(self, pid: int, excess: Excess = TOO_LARGE) -> None:
+        self.do(mev.MemberExceeds(process(pid), excess))
+
+    def offered(self) -> list[int]:
+        return [e.process.pid for e in self.made(fx.OfferStandby)]
+
+    def with_standby(self) -> set[int]:
+        return {p.pid for p in budgets.standbys_on(self.state, GPU)}
+
+    def restarted(self) -> Node:
+        """Return the next daemon, which adopted both domains and all clients."""
+        new = Site.__new__(Node)
+        Site.__init__(new, self.state.policy)
+        new.want()
+        for name in ("d1", "d2"):
+            new.started(name)
+        new.do(ev.DriverFilesSeen(""))
+        for m in self.state.members.values():
+            new.do(mev.MemberRestored(m.process, m.uid, m.mode, "d1", "", m.limit, m.excess))
+        for c in self.state.clients.values():
+            new.attach(c.id.process.pid, c.id.domain)
+        return new
+
+
+# -- memory ----------------------------------------------------------------------------------------------
+
+
+def test_a_participant_gets_a_first_limit_as_soon_as_its_gpu_is_known() -> None:
+    world = Node()
+    world.greet(10)
+    assert world.made(fx.Welcome) == [fx.Welcome(process(10), EXACT, TIME_BUDGET)]
+    assert world.limits() == {}
+    world.attach(10, "d1")
+    assert [e for e in world.ever(fx.LimitSnapshots)] == [fx.LimitSnapshots(process(10), FIRST)]
+
+
+def test_programs_without_budgets_get_no_limit() -> None:
+    world = Node()
+    for pid, mode, knows in ((10, KEEP, True), (11, EXACT, False)):
+        world.attach(pid, "d1")
+        world.greet(pid, mode, knows=knows)
+        assert world.made(fx.Welcome)[0].time_budget is None
+    assert world.ever(fx.LimitSnapshots) == []
+    assert world.holds(11, GIB, 2 * GIB) == {}
+    assert world.state.counters["failover_words_ignored"] == 1
+
+
+def test_a_wish_is_met_from_what_has_no_limit() -> None:
+    world = Node().takes_part(10, 11)
+    assert world.holds(10, 0, 5 * GIB) == {10: 5 * GIB}
+    assert world.holds(10, 5 * GIB) == {}
+    # The pool has no more than this: it is granted as far as it goes, and the others keep theirs.
+    assert world.holds(10, 5 * GIB, 40 * GIB) == {10: POOL - FIRST}
+    assert world.limit(11) == FIRST
+
+
+def test_a_wish_that_cannot_be_met_is_answered_with_the_same_limit() -> None:
+    world = Node().takes_part(10, 11)
+    world.holds(10, POOL - FIRST, POOL - FIRST)
+    world.holds(11, FIRST)
+    assert world.holds(11, FIRST, 2 * FIRST) == {11: FIRST}
+    assert world.limit(10) == POOL - FIRST
+
+
+def test_a_wish_takes_what_others_do_not_hold_most_from_the_one_with_most() -> None:
+    world = Node().takes_part(10, 11, 12)
+    world.holds(10, 0, 8 * GIB)
+    world.holds(11, 0, 6 * GIB)
+    # Both were granted that for a save that has not been made yet.
+    assert world.holds(12, 0, 8 * GIB) == {12: 2 * GIB}
+    world.holds(10, 1 * GIB)
+    world.holds(11, 5 * GIB)
+    assert world.holds(12, 2 * GIB, 8 * GIB) == {10: 2 * GIB, 12: 8 * GIB}
+    assert world.holds(12, 8 * GIB, 11 * GIB) == {12: 8 * GIB}, "9 GiB would not help it"
+    assert world.limit(10) == 2 * GIB
+    assert world.holds(12, 8 * GIB, 10 * GIB) == {10: 1 * GIB, 11: 5 * GIB, 12: 10 * GIB}
+
+
+def test_more_than_the_limit_is_released_by_the_program() -> None:
+    world = Node().takes_part(10, 11)
+    world.holds(10, POOL - FIRST, POOL - FIRST)
+    assert world.holds(11, 3 * GIB) == {11: FIRST}
+
+
+def test_a_limit_comes_back_with_its_program_and_when_it_has_left() -> None:
+    world = Node().takes_part(10, 11)
+    world.holds(10, 6 * GIB, 6 * GIB)
+    world.holds(11, 2 * GIB, 2 * GIB)
+    world.leaves(10)
+    assert budgets.free(world.state, GPU) == POOL - 8 * GIB, "it has not released its buffers yet"
+    assert world.holds(10, 4 * GIB) == {}
+    assert budgets.free(world.state, GPU) == POOL - 6 * GIB
+    assert world.holds(10, 0) == {}
+    world.die(11)
+    assert budgets.free(world.state, GPU) == POOL
+
+
+def test_limits_survive_a_restart_until_each_program_says_what_it_holds() -> None:
+    world = Node().takes_part(10, 11)
+    world.holds(10, 0, 6 * GIB)
+    new = world.restarted()
+    assert (new.limit(10), new.limit(11)) == (6 * GIB, FIRST)
+    new.takes_part(12)
+    assert new.holds(12, 0, POOL - 2 * FIRST) == {12: POOL - 6 * GIB - FIRST}
+    new.greet(10)
+    assert new.limits() == {10: 6 * GIB}
+    assert new.holds(12, 0, POOL - 2 * FIRST) == {12: POOL - 6 * GIB - FIRST}
+    new.holds(10, FIRST)
+    new.greet(11)
+    new.holds(11, 0)
+    assert new.holds(12, 0, POOL - 2 * FIRST) == {10: FIRST, 12: POOL - 2 * FIRST}
+
+
+def test_a_smaller_pool_cuts_the_limits_of_an_earlier_daemon() -> None:
+    world = Node(replace(ON, gpu_memory={GPU: 32 * GIB}))
+    world.do(mev.MemberRestored(process(10), UID, EXACT, "d1", "", SnapshotLimit(6 * GIB, frozenset({GPU}))))
+    assert (world.limit(10), budgets.free(world.state, GPU)) == (4 * GIB, 0)
+
+
+def start_all(world: Site) -> None:
+    while names := [d.id for d in world.state.domains.values() if d.state is DomainState.STARTING]:
+        world.started(names[0])
+
+
+SLOTS = {"a": (GPU,), "b": ("GPU-1",), "both": (GPU, "GPU-1")}
+pids = st.integers(10, 21)
+sizes = st.one_of(st.integers(0, POOL), st.integers(0, 4).map(lambda n: n * FIRST), st.just(1 << 60))
+
+
+class Limits(RuleBasedStateMachine):
+    """Programs of three slots that come, grow, shrink, leave and end; the daemon restarts meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = self.daemon()
+        self.told: dict[int, int] = {}
+        self.held: dict[int, int] = {}
+        self.said: dict[int, int] = {}
+        self.saved = self.world.state
+
+    def daemon(self) -> Site:
+        world = Site(ON)
+        for slot, gpus in SLOTS.items():
+            world.do(ev.SlotWanted(slot, gpus, UID))
+        start_all(world)
+        world.do(ev.DriverFilesSeen(""))
+        return world
+
+    def do(self, event: ev.Event) -> None:
+        before = self.world.state.members
+        self.world.do(event)
+        for effect in self.world.made(fx.LimitSnapshots):
+            pid = effect.process.pid
+            self.told[pid] = effect.bytes
+            self.held[pid] = min(self.held.get(pid, 0), effect.bytes)
+        for who, member in self.world.state.members.items():
+            was = before.get(who)
+            lowered = was is not None and was.limit and member.limit and member.limit.bytes < was.limit.bytes
+            if lowered and member.limit:
+                assert member.limit.bytes >= self.said.get(who.pid, 0), "taken from what it holds"
+
+    def home(self, pid: int) -> str:
+        slot = self.world.state.slots[list(SLOTS)[pid % 3]]
+        assert slot.active is not None
+        return slot.active
+
+    def is_known(self, pid: int) -> bool:
+        return process(pid) in self.world.state.members
+
+    @rule(pid=pids)
+    def joins(self, pid: int) -> None:
+        home = self.home(pid)
+        if any(c.id.domain == home for c in self.world.state.spaces_of(process(pid))):
+            return
+        self.do(ev.ClientNoticed(home, facts(pid)))
+        self.do(ev.ClientAttached(home, process(pid), 1, tracked=True, apart=True))
+
+    @rule(pid=pids, mode=st.sampled_from((EXACT, EXACT, EXACT, KEEP)))
+    def says_hello(self, pid: int, mode: FailoverMode) -> None:
+        self.do(mev.MemberCame(process(pid), UID, mode, budgets=True))
+
+    @rule(pid=pids, size=sizes)
+    def grows(self, pid: int, size: int) -> None:
+        """An honest program fills its buffers up to its limit before it says so."""
+        self.held[pid] = min(size, self.told.get(pid, 0))
+
+    @rule(pid=pids, wants=sizes)
+    def says_holds(self, pid: int, wants: int) -> None:
+        held = self.held.get(pid, 0)
+        if self.is_known(pid):
+            self.said[pid] = held
+        self.do(mev.MemberHolds(process(pid), held, wants if wants > held else 0))
+
+    @rule(pid=pids)
+    def leaves(self, pid: int) -> None:
+        self.do(mev.MemberExceeds(process(pid), TOO_SLOW))
+
+    @rule(pid=pids)
+    def connection_ends(self, pid: int) -> None:
+        self.do(mev.MemberLeft(process(pid)))
+
+    @rule(pid=pids)
+    def ends(self, pid: int) -> None:
+        self.do(ev.ClientDied(process(pid)))
+        for known in (self.told, self.held, self.said):
+            known.pop(pid, None)
+
+    @rule()
+    def is_saved(self) -> None:
+        self.saved = self.world.state
+
+    @rule(whole=st.booleans())
+    def restarts(self, whole: bool) -> None:
+        """Restart the daemon with the last state, or with an older one."""
+        old = self.world.state if whole else self.saved
+        living = {(c.id.process.pid, c.id.domain) for c in self.world.state.clients.values() if c.living}
+        self.world = self.daemon()
+        self.said.clear()
+        for m in old.members.values():
+            if m.home in self.world.state.domains:
+                self.do(mev.MemberRestored(m.process, m.uid, m.mode, m.home or "", "", m.limit, m.excess))
+        for pid, domain in sorted(living):
+            self.do(ev.ClientNoticed(domain, facts(pid)))
+            self.do(ev.ClientAttached(domain, process(pid), 1, tracked=True, apart=True))
+        self.saved = self.world.state
+
+    @invariant()
+    def the_limits_are_within_the_pool(self) -> None:
+        for gpu in MEMORY:
+            assert 0 <= budgets.free(self.world.state, gpu) <= POOL
+
+    @invariant()
+    def the_programs_are_told_the_limits_that_count(self) -> None:
+        for who, member in self.world.state.members.items():
+            if member.connected and member.limit is not None and budgets.has_limit(member):
+                assert self.told[who.pid] == member.limit.bytes
+
+    @precondition(lambda self: self.world.state.members)
+    @rule()
+    def all_end(self) -> None:
+        for who in tuple(self.world.state.members):
+            self.ends(who.pid)
+            # A participant that has no client any more goes with its connection.
+            self.do(mev.MemberLeft(who))
+        assert [budgets.free(self.world.state, gpu) for gpu in MEMORY] == [POOL, POOL]
+
+
+Limits.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestLimits = Limits.TestCase
+
+
+# -- programs that exceed a budget -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("excess", "why"),
+    [
+        (TOO_LARGE, "snapshot budget: needs 14 GiB, has 8"),
+        (TOO_SLOW, "saving would slow it by 58 %, the budget is 3 %"),
+        (replace(TOO_LARGE, needs=8 * GIB + 1), "snapshot budget: needs 8.1 GiB, has 8"),
+        (replace(TOO_LARGE, needs=700 << 20, has=0), "snapshot budget: needs 700 MiB, has 0"),
+        (replace(TOO_LARGE, needs=4096, has=1000), "snapshot budget: needs 4 KiB, has 0.9"),
+        (replace(TOO_SLOW, needs=35), "saving would slow it by 3.5 %, the budget is 3 %"),
+        (replace(TOO_SLOW, needs=60_000), "saving would slow it by 6000 %, the budget is 3 %"),
+    ],
+)
+def test_the_reason_names_what_is_needed_and_what_there_is(excess: Excess, why: str) -> None:
+    assert excess.why == why
+
+
+def test_a_participant_that_left_has_no_standby_and_is_never_moved() -> None:
+    world = Node().takes_part(10, 11).are_ready(10, 11)
+    world.leaves(10)
+    assert [e.process.pid for e in world.made(fx.StandDown)] == [10]
+    assert world.state.counters["failover_budgets_exceeded"] == 1
+    world.leaves(10)
+    assert world.made(fx.StandDown) == [] and world.state.counters["failover_budgets_exceeded"] == 1
+    world.attach(12, "d1")
+    world.fault(12)
+    assert world.told() == [11]
+    fate = next(f for f in world.failover().fates if f.process.pid == 10)
+    assert (fate.outcome, fate.why) == (Outcome.NOT_TOLD, f"the client had left fail-over ({TOO_LARGE.why})")
+    world.moved(11, 2)
+    world.started("d3")
+    assert 10 not in world.offered() and world.standing(10) is Standing.WAITING
+
+
+def test_the_record_of_a_fault_counts_lost_clients_that_had_left() -> None:
+    world = Node().takes_part(10, 11, 12)
+    world.leaves(10)
+    world.leaves(11, TOO_SLOW)
+    world.attach(20, "d1")
+    world.fault(20)
+    note = "Lost clients that had left fail-over before: 1 for the memory budget and 1 for the time budget"
+    assert note in world.record().action
+    world.die(10)
+    world.wait(1).kernel(31, "MMU Fault", pid=20)
+    world.timer("fault-revision", world.record().id)
+    assert world.record().revision > 1 and note in world.record().action
+    assert {f.process.pid: f.left for f in world.failover().fates} == {
+        10: SnapshotBudget.MEMORY,
+        11: SnapshotBudget.TIME,
+        12: None,
+    }
+
+
+def test_a_participant_that_left_while_it_moved_arrives_and_gets_no_other_standby() -> None:
+    world = Node().takes_part(10).are_ready(10)
+    world.attach(12, "d1")
+    world.fault(12)
+    assert world.told() == [10]
+    world.leaves(10, TOO_SLOW)
+    world.moved(10, 2)
+    assert world.outcomes()[10] is Outcome.MOVED
+    world.started("d3")
+    assert world.ever(fx.OfferStandby)[-1].generation == 2
+
+
+def test_a_participant_that_left_needs_no_standby_domain() -> None:
+    world = Node(replace(ON, spare=False)).takes_part(10).are_ready(10)
+    world.leaves(10)
+    assert fx.ArmTimer("standby-linger", "gpu0.uid1000", 60.0) in world.last
+    world.timer("standby-linger", "gpu0.uid1000")
+    assert world.domain("d2").state is not DomainState.WARM
+
+
+def test_that_a_participant_left_survives_a_restart_and_not_an_exec() -> None:
+    world = Node().takes_part(10).are_ready(10)
+    world.leaves(10, TOO_SLOW)
+    new = world.restarted()
+    new.greet(10)
+    assert new.offered() == [] and new.state.members[process(10)].excess == TOO_SLOW
+    new.do(ev.ClientLeft(process(10), "exec"))
+    another = new.state.members[process(10)]
+    assert (another.excess, another.limit, another.budgets) == (None, None, True)
+
+
+def test_the_youngest_client_is_no_suspect_for_its_replay_if_it_left() -> None:
+    """A program that does not replay may be the offender, so the others replay at once."""
+    world = Node().takes_part(10, 11).are_ready(10, 11)
+    world.leaves(11)
+    world.kernel(13, "Graphics SM Warp Exception on (GPC 0, TPC 0, SM 0): Misaligned Address")
+    world.do(ev.ServerAtFault("d1", world.domain("d1").server or process(1), GPU))
+    moves = world.ever(fx.Move)
+    assert [m.process.pid for m in moves] == [10]
+
+
+def test_costs_are_those_of_participants_alone() -> None:
+    world = Node().takes_part(10)
+    cost = SavingCost(3 * GIB, 1_000_000, 50_000_000)
+    world.do(mev.MemberCost(process(10), cost))
+    assert world.state.members[process(10)].cost == cost and cost.share == 0.02
+    world.leaves(10)
+    world.do(mev.MemberCost(process(10), cost))
+    assert world.state.members[process(10)].cost is None
+    world.do(mev.MemberCost(process(99), cost))
+    assert SavingCost(0, 0, 0).share is None
+
+
+# -- standby contexts ------------------------------------------------------------------------------------
+
+
+def capped(world: Node) -> set[int]:
+    return {p.pid for p, m in world.state.members.items() if m.capped == GPU}
+
+
+def test_participants_beyond_the_most_standby_contexts_wait_in_their_order() -> None:
+    world = Node(replace(ON, standby_contexts=2)).takes_part(10, 11, 12, 13).are_ready(10, 11)
+    assert (world.with_standby(), capped(world)) == ({10, 11}, {12, 13})
+    world.die(10)
+    assert world.offered() == [12] and capped(world) == {13}
+    world.leaves(12)
+    assert world.offered() == [13] and capped(world) == set()
+
+
+def test_a_standby_context_that_could_not_be_made_leaves_its_place() -> None:
+    world = Node(replace(ON, standby_contexts=1)).takes_part(10, 11)
+    world.do(mev.MemberUnready(process(10), 2, "no memory", for_memory=True))
+    assert world.offered() == [11]
+    # The place is taken when the first one is ready after all.
+    world.do(mev.MemberReady(process(10), 2, 1, 1))
+    assert [e.process.pid for e in world.made(fx.StandDown)] == [10] and capped(world) == {10}
+
+
+def test_the_ones_with_a_standby_context_keep_it_over_a_fault() -> None:
+    world = Node(replace(ON, standby_contexts=2)).takes_part(10, 11, 12).are_ready(10, 11)
+    world.attach(20, "d1")
+    world.fault(20)
+    assert world.told() == [10, 11]
+    fate = next(f for f in world.failover().fates if f.process.pid == 12)
+    assert fate.why == "its GPU has no more than 2 standby contexts"
+    world.moved(10, 2)
+    world.moved(11, 2)
+    world.die(12)
+    world.started("d3")
+    assert set(world.offered()) == {10, 11}
+
+
+def test_standby_contexts_of_an_earlier_daemon_count_before_their_programs_connect() -> None:
+    world = Node(replace(ON, standby_contexts=2)).takes_part(10, 11).are_ready(10, 11)
+    new = world.restarted()
+    assert new.with_standby() == {10, 11}
+    new.takes_part(12)
+    assert new.offered() == [] and capped(new) == {12}
+    new.greet(10)
+    assert new.offered() == [10]
+
+
+def test_a_standby_context_on_two_gpus_counts_on_each() -> None:
+    world = Site(replace(ON, standby_contexts=1))
+    for slot, gpus in (("both", (GPU, "GPU-1")), ("one", ("GPU-1",))):
+        world.do(ev.SlotWanted(slot, gpus, UID))
+    start_all(world)
+    world.do(ev.DriverFilesSeen(""))
+    for pid, slot in ((10, "both"), (11, "one")):
+        world.attach(pid, world.state.slots[slot].active or "")
+        world.do(mev.MemberCame(process(pid), UID, EXACT, budgets=True))
+    assert world.state.members[ProcessInstance(11, 1)].capped == "GPU-1"
+    assert [e.process.pid for e in world.ever(fx.OfferStandby)] == [10]
