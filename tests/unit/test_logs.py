@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import io
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -19,6 +21,17 @@ from mpsd.base import logs
 def defaults_afterwards() -> Iterator[None]:
     yield
     structlog.reset_defaults()
+
+
+def test_no_field_of_a_log_line_is_overwritten_by_the_log_itself() -> None:
+    package = Path(logs.__file__).parent.parent
+    taken = []
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("log."):
+                names = {keyword.arg for keyword in node.keywords}
+                taken += [f"{path}:{node.lineno}"] if names & {"event", "level", "timestamp"} else []
+    assert taken == []
 
 
 def test_json_lines_carry_fields_and_level() -> None:
