@@ -15,6 +15,7 @@ import pytest
 import structlog
 
 from mpsd.base import logs
+from mpsd.wire.messages import Gap
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,15 @@ def test_untrusted_text_stays_on_its_line(log_format: str) -> None:
     assert text.count("\n") == 1
     assert text[:-1].isprintable()
     assert "FAKE line" in text
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_members_of_an_enumeration_are_written_as_their_values(log_format: str) -> None:
+    stream = io.StringIO()
+    logs.configure(log_format, "info", stream, colors=False)
+    structlog.get_logger().info("audit", proof=[Gap.NONE, Gap.FORGOTTEN], one=Gap.FORGOTTEN)
+    text = stream.getvalue()
+    assert "Gap" not in text and text.count(Gap.FORGOTTEN.value) == 2
 
 
 def test_long_text_is_cut() -> None:
