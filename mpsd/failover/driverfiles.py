@@ -97,7 +97,7 @@ class DriverFiles:
         if not source:
             self.remove()
             return DriverFilesState(
-                problem=f"found no {drivers.LIBRARY_NAME} to copy", remedy=self._no_source
+                problem=f"there is no {drivers.LIBRARY_NAME} to copy", remedy=self._no_source
             )
         source = os.path.realpath(source)
         if problem := _unreadable(source):
