@@ -175,7 +175,7 @@ class Layout:
             os.close(fd)
             raise AlreadyRunningError(
                 f"another mpsd (pid {owner}) runs on {path.parent}",
-                remedy="stop it first, or set another run_dir, log_dir and state_dir in this mpsd's --config FILE",
+                remedy="stop it first, or set another run_dir, log_dir and state_dir in a file for --config",
             ) from error
         try:
             os.ftruncate(fd, 0)
