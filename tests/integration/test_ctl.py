@@ -152,6 +152,11 @@ def test_others_are_told_that_they_may_not(site: Site, capsys: pytest.CaptureFix
         assert main(["--socket", site.socket, "policy", str(client.pid), "evict"]) == 4
         assert f"user {OTHER_UID} may not set the consequence" in capsys.readouterr().err
         assert main(["--socket", site.socket, "version"]) == 0
+        capsys.readouterr()
+        assert main(["--socket", site.socket, "faults"]) == 0
+        assert main(["--socket", site.socket, "failovers"]) == 0
+    empty = "no faults recorded that you may see\nno fail-overs that you may see\n"
+    assert capsys.readouterr().out == empty
     assert client.process.poll() is None
     client.finish()
 
