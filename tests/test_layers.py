@@ -85,6 +85,7 @@ ALLOWED: Mapping[str, set[str]] = {
         "mpsd.base",
         "mpsd.config",
         "mpsd.core",
+        "mpsd.docs",
         "mpsd.gpu.nvidia",
         "mpsd.wire",
         "mpsd_client",

@@ -58,6 +58,8 @@ class Client:
         """Index of each of these GPUs. Empty with an older daemon."""
         self.lost = False
         """Whether that domain has faulted and has no successor yet: a program started there fails."""
+        self.is_simulated = False
+        """Whether the daemon of the last `env` serves the simulated GPU. False with an older daemon."""
         self.gpu_index: int | None = None
         """nvidia-smi's index of the requested GPU, else of the domain's first. None with an older daemon."""
         self.protection: Protection | None = None
@@ -178,6 +180,7 @@ class Client:
         self.gpu_index = answer.get("gpu_index")
         self.protection = _protection(answer.get("protection"))
         self.lost = bool(answer.get("lost"))
+        self.is_simulated = answer.get("backend") == "simulated"
         self.percentages = answer.get("percentages")
         self.vault_socket = str(answer.get("vault", ""))
         self.failover_socket = str(answer.get("failover", ""))

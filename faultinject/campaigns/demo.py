@@ -65,8 +65,10 @@ def demo(backend: str, *, jobs: int = 0, yes: bool = False) -> int:
         plans = _plans(backend, jobs, libraries)
         which = "the simulated GPU" if backend == "simulated" else "this machine's GPU"
         count = sum(len(plan.pairs()) for plan in plans)
+        for i, plan in enumerate(plans):
+            plan.before, plan.total = sum(len(earlier.pairs()) for earlier in plans[:i]), count
         tell_stderr(f"{count} runs on {which}: in each, 3 clients compute and check every result,")
-        tell_stderr("and one fault is injected.")
+        tell_stderr("and one fault is injected. This takes some minutes.")
         reports = [Matrix(plan).run(Path(base)) for plan in plans]
     _show(reports, why_none)
     return 0 if all(map(passed, reports)) else 1

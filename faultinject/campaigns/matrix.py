@@ -41,6 +41,7 @@ class Plan:
     """What to run. `out` keeps the histories, and the logs of runs that are not valid.
 
     `libcuda`: the folder with the proxy; `driver`: that of the stand-in (rig/libraries.py).
+    `before`, `total`: the runs of earlier plans and of all plans, for the lines of progress; 0: of this one.
     """
 
     backend: str
@@ -53,6 +54,8 @@ class Plan:
     tell: Tell = tell_stderr
     libcuda: Path | None = None
     driver: Path | None = None
+    before: int = 0
+    total: int = 0
 
     def pairs(self) -> list[tuple[Fault, str]]:
         return [(f, m) for f in self.faults for m in self.modes if f.runs_in(m)]
@@ -134,7 +137,8 @@ class Matrix:
         entry = self.run_one(fault, mode, node, base)
         with self._lock:
             self._done += 1
-            self.plan.tell(f"[{self._done}/{len(self.plan.pairs())}] {_progress(entry)}")
+            done, total = self.plan.before + self._done, self.plan.total or len(self.plan.pairs())
+            self.plan.tell(f"[{done}/{total}] {_progress(entry)}")
             if entry["verdict"] != "valid" and entry["verdict"] is not None:
                 self.plan.tell(f"    repeat: {entry['command']}")
         return entry

@@ -10,6 +10,7 @@ import ctypes
 import os
 import resource
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from mpsd.base.errors import MpsdError
 from mpsd.gpu.base import Check
 from mpsd.mps import pipedir
 from mpsd.mps.pathhealth import describe, remedy_for
-from mpsd.mps.reachability import Obstacle, check_apart
+from mpsd.mps.reachability import Obstacle, check_apart, with_rights
 from mpsd.os import descriptors, procfs
 
 DEFAULT_PIPE_DIR = "/tmp/nvidia-mps"
@@ -68,6 +69,7 @@ def run_checks(
         ("log directory", partial(_directory, "log directory", log_dir)),
         ("log space", partial(_space, log_dir)),
         ("private domains", partial(_private, run_dir, private, still_open)),
+        ("commands for users", _commands),
     ]
     if privileged:
         asked += [("root", _root), ("way to the sockets", partial(_open_path, run_dir))]
@@ -250,6 +252,24 @@ def _private(run_dir: str, wanted: bool, still_open: Sequence[str]) -> Check:
         remedy = "they stay open until they end: mpsd help operate, Several users"
         return Check(name, False, f"{names}: open to all users, as an earlier mpsd started them", remedy)
     return Check(name, True, "users' domains are closed to other users, by ACLs")
+
+
+def _commands() -> Check:
+    """Check that a user without rights can execute the Python of mpsd-run and mpsd-ctl."""
+    name, python = "commands for users", sys.executable
+
+    def look() -> str:
+        try:
+            os.close(os.open(python, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    if why := with_rights(None, look):
+        finding = f"users cannot execute mpsd-run and mpsd-ctl: {os.path.realpath(python)}: {why}"
+        remedy = "install mpsd with a Python that every user can execute, such as /usr/bin/python3"
+        return Check(name, None, finding, remedy)
+    return Check(name, True, f"users can execute {python}")
 
 
 def _open_path(run_dir: str) -> Check:

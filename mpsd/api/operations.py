@@ -338,6 +338,7 @@ class Operations:
             "gpu_index": numbers.get(first),
             "directory": None if domain is None else str(self._daemon.layout.pipe_dir(domain)),
             "lost": self._is_lost(domain),
+            "backend": self._daemon.backend.name,
             **self._protection_of(peer.uid, gpus),
             "percentages": self._percentages(domain),
         }

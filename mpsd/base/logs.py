@@ -88,7 +88,8 @@ def _escape_values(_: object, __: str, event: MutableMapping[str, Any]) -> Mutab
 
 def _escaped(value: object) -> object:
     if isinstance(value, str):
-        return printable(value, MAX_TEXT)
+        # The console would print a member of an enumeration as <Name.MEMBER: 'value'>.
+        return printable(str(value), MAX_TEXT)
     if isinstance(value, Mapping):
         return {
             printable(str(key), MAX_TEXT): _escaped(item) for key, item in list(value.items())[:MAX_ITEMS]

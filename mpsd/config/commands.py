@@ -30,9 +30,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         ("show", "print the configuration in effect: the meaning of each key, advanced ones if they are set"),
     ):
         verb = verbs.add_parser(name, help=text, description=text)
-        verb.add_argument(
+        source = verb.add_mutually_exclusive_group()
+        source.add_argument(
             "file", nargs="?", help=f"the file to read; default: $MPSD_CONFIG, else {DEFAULT_FILE}"
         )
+        source.add_argument("--config", metavar="FILE", help="the same, as for `mpsd run`")
         if name == "show":
             verb.add_argument("--all", action="store_true", help="print the advanced keys too")
 
@@ -49,25 +51,26 @@ def run(
     advice: Advice = lambda config: (),
 ) -> int:
     """Run the verb. `notes` receives warnings. Raise ConfigError."""
+    file = arguments.file or arguments.config
     if arguments.verb == "show":
-        config = load(arguments.file, environ, uid=0, warn=lambda text: _note(notes, text))
+        config = load(file, environ, uid=0, warn=lambda text: _note(notes, text))
         out.write(to_toml(config, advanced=arguments.all))
         return 0
     for name, remedy in unknown_variables(environ):
         notes.write(f"mpsd: ignored the unknown variable {name} ({remedy})\n")
-    wrong = mistakes(arguments.file, environ)
+    wrong = mistakes(file, environ)
     if len(wrong) == 1:
         raise wrong[0]
     if wrong:
         # One error for the caller, with each mistake on its own line.
         raise ConfigError("\n      ".join(map(str, wrong)))
-    config = load(arguments.file, environ, warn=lambda text: _note(notes, text))
+    config = load(file, environ, warn=lambda text: _note(notes, text))
     if unknown := [str(unknown_user(name)) for name in user_levels(config)[1]]:
         raise ConfigError("\n      ".join(unknown))
     Layout.of(config).check()
     for text in advice(config):
         notes.write(f"mpsd: warning: {text}\n")
-    named = arguments.file or environ.get("MPSD_CONFIG")
+    named = file or environ.get("MPSD_CONFIG")
     if named or DEFAULT_FILE.exists():
         out.write(f"{named or DEFAULT_FILE}: ok\n")
     else:

@@ -175,7 +175,7 @@ class Layout:
             os.close(fd)
             raise AlreadyRunningError(
                 f"another mpsd (pid {owner}) runs on {path.parent}",
-                remedy="stop it first, or set another run_dir, log_dir and state_dir for this mpsd",
+                remedy="stop it first, or set another run_dir, log_dir and state_dir in a file for --config",
             ) from error
         try:
             os.ftruncate(fd, 0)
@@ -294,7 +294,9 @@ def claim_default_path(path: Path, target: Path) -> str:
 
 
 def _cannot_make(path: Path, error: OSError) -> ConfigError:
-    remedy = "run as root, or set run_dir, log_dir and state_dir to directories that you may write"
+    remedy = (
+        "run as root, or set run_dir, log_dir and state_dir in a file for --config to directories of yours"
+    )
     if isinstance(error, FileExistsError | NotADirectoryError):
         remedy = "a file is in the way: set another run_dir, log_dir and state_dir"
     return ConfigError(f"cannot create directory {path}: {error.strerror}", remedy=remedy)

@@ -206,7 +206,8 @@ def _read_file(path: Path, *, optional: bool) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not text: {error}", remedy="save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not TOML: {error}", remedy="correct that line") from error
+        remedy = 'correct that line; a text needs quotes: protect = "guard"'
+        raise ConfigError(f"{path} is not TOML: {error}", remedy=remedy) from error
     version = table.get("schema_version", SCHEMA_VERSION)
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise ConfigError(

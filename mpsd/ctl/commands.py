@@ -181,8 +181,13 @@ def faults(options: Namespace, out: TextIO) -> int:
     lines: list[str] = []
     for record in records:
         lines += [*render.fault(record, style_for(out, os.environ)), ""]
-    _print(out, lines or ["no faults recorded"])
+    _print(out, lines or [f"no faults recorded{_limit_of_view()}"])
     return 0
+
+
+def _limit_of_view() -> str:
+    """Return the words that keep an ordinary user from taking an empty list for that of the node."""
+    return "" if os.geteuid() == 0 else " that you may see"
 
 
 def conditions(options: Namespace, out: TextIO) -> int:
@@ -200,7 +205,7 @@ def failovers(options: Namespace, out: TextIO) -> int:
     if options.json:
         _json(out, {"schema": SCHEMA, "failovers": list(records)})
     else:
-        _print(out, failovertext.records(records))
+        _print(out, failovertext.records(records) if records else [f"no fail-overs{_limit_of_view()}"])
     return 0
 
 
@@ -243,9 +248,10 @@ def drain(options: Namespace, out: TextIO) -> int:
         _print(out, [f"{state}: {names}; nothing was changed"])
         return 0
     done = f"would {options.verb}" if options.dry_run else f"{options.verb}ed"
+    effect = "; new clients are refused until mpsd-ctl undrain" if done == "drained" else ""
     label = "clients that stay" if options.verb == "drain" else "clients"
     staying = f"; {label}: {', '.join(map(str, result['clients']))}" if result["clients"] else ""
-    _print(out, [f"{done} {names}{staying}"])
+    _print(out, [f"{done} {names}{effect}{staying}"])
     return 0
 
 

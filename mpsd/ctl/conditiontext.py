@@ -10,6 +10,7 @@ from mpsd.base.errors import NotFoundError
 
 _PLACES = {"subject": "NAME", "detail": "CAUSE", "count": "N"}
 """What stands in a text for the fields of a condition."""
+ALL = "All conditions that mpsd knows. mpsd-ctl status shows those that hold now."
 
 
 def kinds(code: str | None) -> Mapping[Code, Kind]:
@@ -38,8 +39,8 @@ def rows(found: Mapping[Code, Kind]) -> list[dict[str, object]]:
 
 
 def lines(found: Mapping[Code, Kind]) -> list[str]:
-    """Return three lines for each kind."""
-    shown: list[str] = []
+    """Return three lines for each kind; above all kinds one line about the list."""
+    shown = [ALL] if len(found) == len(KINDS) else []
     for row in rows(found):
         effects = ["status exits 10"] if row["degrades"] else []
         effects += ["new clients are refused"] if row["refuses"] else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from mpsd.base.text import printable
@@ -32,7 +33,7 @@ class Records:
         while len(self._seen) > RECORDS_KEPT:
             del self._seen[next(iter(self._seen))]
         kind = key[0] if known is None else f"{key[0]}-revised"
-        return f"{seen.get('seq', '-')} {kind} {text}"
+        return f"{_head(seen)} {kind} {text}"
 
 
 def newest(events: Sequence[Event]) -> list[Event]:
@@ -45,7 +46,15 @@ def event(seen: Event) -> str:
     """Return one event that is no record as a line."""
     rest = {k: v for k, v in seen.items() if k not in ("kind", "at", "seq")}
     text = " ".join(f"{k}={_value(v)}" for k, v in rest.items() if v not in ("", None, []))
-    return f"{seen.get('seq', '-')} {seen.get('kind', 'lost')} {text}"
+    return f"{_head(seen)} {seen.get('kind', 'lost')} {text}"
+
+
+def _head(seen: Event) -> str:
+    """Return the number of an event and, if it has one, its time."""
+    number, at = str(seen.get("seq", "-")), seen.get("at")
+    if not isinstance(at, int | float):
+        return number
+    return f"{number} {datetime.fromtimestamp(at, UTC).isoformat(timespec='milliseconds')}"
 
 
 def _record(seen: Event) -> tuple[str, int] | None:

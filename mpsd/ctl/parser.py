@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+from collections.abc import Sequence
 from typing import NoReturn, TypeAlias
 
-from mpsd import __version__
+from mpsd import __version__, docs
 from mpsd.wire.messages import MAX_PID, MIN_PID
 from mpsd_client.joining.plan import add_options
 
@@ -120,10 +121,10 @@ Ordinary users do not learn whether another user's process is a client.
 """
 
 _EVENTS = """\
-Each event has a line: its number, its kind, and its fields. Without --follow, print the events that the
-daemon still keeps. With --follow, print new events, after the kept ones past --since if --since is given.
-A fault and a fail-over have one line each. If a later revision of its record says more, --follow prints a
-line "fault-revised" or "failover-revised". With --json, each revision has a line.
+Each event has a line: its number, its time, its kind, and its fields. Without --follow, print the events
+that the daemon still keeps. With --follow, print new events, after the kept ones past --since if --since
+is given. A fault and a fail-over have one line each. If a later revision of its record says more, --follow
+prints a line "fault-revised" or "failover-revised". With --json, each revision has a line.
 The daemon does not wait for a slow reader: an event "lost" has the number of events that were dropped.
 After a restart of the daemon, numbers continue, with a gap if it was killed. If kept events after --since
 are incomplete, stderr says so.
@@ -203,14 +204,31 @@ _VERSION = "Versions of this command, of the daemon and of the driver. Works wit
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors name the nearest valid value."""
+    """A parser whose errors name the nearest valid value, or the command that tells more."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            # The error of argparse does not say which command lacks them.
+            self.error(
+                f"unrecognized arguments: {' '.join(unknown)}: "
+                f"`mpsd-ctl {found.verb} --help` lists the arguments of {found.verb}"
+            )
+        return found
 
     def error(self, message: str) -> NoReturn:
         found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message)
         if found is not None:
             valid = [name.strip(" '") for name in found[2].split(",")]
             near = difflib.get_close_matches(found[1], valid, n=1)
-            message += f": did you mean {near[0]!r}?" if near else ""
+            if near:
+                message += f": did you mean {near[0]!r}?"
+            elif found[1] == "help":
+                message += ": did you mean `mpsd-ctl --help`, or `mpsd help` for the pages?"
+            elif found[1] in docs.names():
+                message += f": did you mean `mpsd help {found[1]}`?"
         super().error(message)
 
 
@@ -360,7 +378,9 @@ def _failovers(verbs: _Verbs) -> None:
 
 
 def _conditions(verbs: _Verbs) -> None:
-    parser = _verb(verbs, "conditions", "states that degrade protection, each with its remedy", _CONDITIONS)
+    parser = _verb(
+        verbs, "conditions", "list of all conditions that can degrade protection, with remedies", _CONDITIONS
+    )
     parser.add_argument("code", nargs="?", metavar="CODE", help="print this condition alone")
 
 

@@ -31,7 +31,7 @@ from mpsd.clients.orphans import Orphans
 from mpsd.clients.trackers import Trackers
 from mpsd.clients.zonegrants import ZoneGrants
 from mpsd.config.layout import Layout
-from mpsd.config.schema import Config, DomainMode
+from mpsd.config.schema import BackendName, Config, DomainMode
 from mpsd.core import events as ev
 from mpsd.core.proof import may_be_client
 from mpsd.core.state import SERVING, Policy, State
@@ -175,6 +175,7 @@ class Daemon(NodeViews):
             lazy=self.config.failover.lazy,
             driver=self.config.failover.driver,
             copies=self.config.failover.copies,
+            simulated=self.backend.name == BackendName.SIMULATED,
             surroundings=self._surroundings,
         )
         adapters = Adapters(

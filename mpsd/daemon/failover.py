@@ -50,6 +50,7 @@ class FailoverService:
         lazy: bool = False,
         driver: str = "",
         copies: str = "",
+        simulated: bool = False,
         surroundings: Surroundings | None = None,
     ) -> None:
         """`lazy`: as programs are told. `driver`, `copies`: as configured; empty: the defaults."""
@@ -64,7 +65,9 @@ class FailoverService:
         folders = driverfiles.candidates(copies, layout.run_dir, os.geteuid(), os.environ)
         # Other users join root's mpsd alone.
         open_like = layout.run_dir if os.geteuid() == 0 else None
-        self._copies = DriverFiles(folders, driver, open_like)
+        self._copies = DriverFiles(folders, driver, open_like, simulated=simulated)
+        # On the simulated GPU programs need no driver.
+        self._expects_files = not simulated or bool(driver)
         self._tasks = Tasks(post)
 
     @property
@@ -96,15 +99,8 @@ class FailoverService:
         while True:
             found = await asyncio.to_thread(self._copies.ensure)
             if found != self.copied:
-                tell = log.warning if found.problem else log.info
-                tell(
-                    "driver files",
-                    source=found.source,
-                    folder=found.folder,
-                    bytes=found.bytes,
-                    problem=found.problem_text,
-                    passed_over=list(found.passed_over),
-                )
+                tell = log.warning if found.problem and self._expects_files else log.info
+                tell("driver files", **_noted(found))
             self.copied = found
             self._post(ev.DriverFilesSeen(found.problem_text))
             self._checked.set()
@@ -212,3 +208,15 @@ class FailoverService:
 
 def offer_of(generation: int, pipe_dir: Path, copies: Path) -> Message:
     return Message(Kind.STANDBY, generation=generation, path=str(pipe_dir), text=str(copies))
+
+
+def _noted(found: DriverFilesState) -> dict[str, Any]:
+    """Return what a log line says of the driver files: the fields that are not empty."""
+    fields = {
+        "source": found.source,
+        "folder": found.folder,
+        "bytes": found.bytes,
+        "problem": found.problem_text,
+        "passed_over": list(found.passed_over),
+    }
+    return {name: value for name, value in fields.items() if value}

@@ -192,7 +192,9 @@ class NodeProtection:
                 detail = f"{now.level.value} instead of {wanted.value}: {now.why}"
                 found.append(Condition(Code.PROTECTION_LOWERED, f"GPU {gpu.index}", detail))
             elif now.level is not self._highest.get(uuid):
-                log.info("protection", gpu=gpu.index, level=now.level.value, why=now.why)
+                # A field named level would be overwritten by the severity of the log line.
+                reason = {"why": now.why, "remedy": now.remedy} if now.why else {}
+                log.info("protection", gpu=gpu.index, protection=now.level.value, **reason)
             self._highest[uuid] = max(now.level, self._highest.get(uuid, now.level), key=_rank)
         return found
 

@@ -28,6 +28,7 @@ NAMES = ("libcuda-0.so.1", "libcuda-1.so.1", "libcuda-2.so.1")
 """For the driver instance in use, the one of the standby context, and the one left last."""
 REMEDY = "set failover.copies to a folder that every user may enter, on a file system without noexec"
 _NO_SOURCE = "set failover.driver to the driver's library"
+_NOT_NEEDED = "normal on the simulated GPU; mpsd help quickstart shows fail-over on it"
 _STAMP = "source.json"
 SPACE_LEFT = 4 << 20
 """Free space [bytes] that copies leave on their file system."""
@@ -73,13 +74,21 @@ class DriverFiles:
     """The driver files in one of several folders. ensure() takes long: call it in a thread, one call at a
     time."""
 
-    def __init__(self, folders: Sequence[Path], driver: str = "", open_like: Path | None = None) -> None:
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        driver: str = "",
+        open_like: Path | None = None,
+        *,
+        simulated: bool = False,
+    ) -> None:
         """`driver`: the library to copy; empty: the one that the loader finds. `open_like`: a folder. If
         all users can enter it, they must be able to enter that of the copies. None: for one user alone."""
         self.folder = folders[0]
         self._folders = folders
         self._driver = driver
         self._open_like = open_like
+        self._no_source = _NOT_NEEDED if simulated and not driver else _NO_SOURCE
         self._cleared = False
 
     def ensure(self) -> DriverFilesState:
@@ -87,11 +96,13 @@ class DriverFiles:
         source = self._driver or find_driver()
         if not source:
             self.remove()
-            return DriverFilesState(problem=f"cannot find {drivers.LIBRARY_NAME} to copy", remedy=_NO_SOURCE)
+            return DriverFilesState(
+                problem=f"there is no {drivers.LIBRARY_NAME} to copy", remedy=self._no_source
+            )
         source = os.path.realpath(source)
         if problem := _unreadable(source):
             self.remove()
-            return DriverFilesState(source, problem=problem, remedy=_NO_SOURCE)
+            return DriverFilesState(source, problem=problem, remedy=self._no_source)
         reasons: dict[Path, str] = {}
         # A folder that is closed to users still serves the daemon's own user.
         for everyone in (True, False) if self.serves_all else (False,):

@@ -152,6 +152,11 @@ def test_others_are_told_that_they_may_not(site: Site, capsys: pytest.CaptureFix
         assert main(["--socket", site.socket, "policy", str(client.pid), "evict"]) == 4
         assert f"user {OTHER_UID} may not set the consequence" in capsys.readouterr().err
         assert main(["--socket", site.socket, "version"]) == 0
+        capsys.readouterr()
+        assert main(["--socket", site.socket, "faults"]) == 0
+        assert main(["--socket", site.socket, "failovers"]) == 0
+    empty = "no faults recorded that you may see\nno fail-overs that you may see\n"
+    assert capsys.readouterr().out == empty
     assert client.process.poll() is None
     client.finish()
 
@@ -270,7 +275,8 @@ def test_a_drained_machine_says_so(site: Site) -> None:
     assert re.fullmatch(r"not drained: GPU-\S+; nothing was changed\n", said(ctl(site, "undrain")))
     assert said(ctl(site, "drain", "--dry-run")).startswith("would drain ")
     assert json.loads(said(ctl(site, "status", "--json")))["draining"] is False
-    assert said(ctl(site, "drain", "--reason", "test")).startswith("drained GPU-")
+    drained = said(ctl(site, "drain", "--reason", "test"))
+    assert drained.startswith("drained GPU-") and "are refused until mpsd-ctl undrain" in drained
     try:
         assert said(ctl(site, "drain")).startswith("already drained: GPU-")
         assert "drained" in ctl(site, "status").stdout
@@ -285,6 +291,7 @@ def test_a_drained_machine_says_so(site: Site) -> None:
 def test_the_list_of_conditions_needs_no_daemon(place: Path) -> None:
     listed = said(ctl(str(place / "none"), "conditions"))
     assert all(f"{code}: " in listed for code in Code)
+    assert listed.startswith("All conditions that mpsd knows. mpsd-ctl status shows those that hold now.\n")
     (row,) = json.loads(said(ctl(str(place / "none"), "conditions", "gpu-lost", "--json")))["conditions"]
     assert row["code"] == "gpu-lost" and row["remedy"] and row["degrades"] and row["refuses"]
     wrong = ctl(str(place / "none"), "conditions", "gpu-last")
@@ -429,6 +436,10 @@ def test_paths_and_command_lines_that_cannot_be_meant(place: Path) -> None:
     ):
         assert f": did you mean '{meant}'?" in ctl("/nowhere", *arguments).stderr
     assert "did you mean" not in ctl("/nowhere", "frobnicate").stderr
+    assert "did you mean `mpsd-ctl --help`, or `mpsd help` " in ctl("/nowhere", "help").stderr
+    assert "did you mean `mpsd help limits`?" in ctl("/nowhere", "limits").stderr
+    wrong = ctl("/nowhere", "drain", "7")
+    assert said(wrong, 2) == "" and "unrecognized arguments: 7: `mpsd-ctl drain --help` " in wrong.stderr
 
 
 @pytest.mark.parametrize("verb", VERBS)

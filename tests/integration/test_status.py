@@ -89,8 +89,8 @@ def test_one_fault_is_one_event_line(site: Site, capsys: pytest.CaptureFixture[s
     offender.close()
     site.gone(offender)
     assert main(["--socket", site.socket, "events"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.split()[1].startswith("fault")]
-    assert len(lines) == 1 and lines[0].split()[1:3] == ["fault", f"#{site.faults()[0]['id']}"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.split()[2].startswith("fault")]
+    assert len(lines) == 1 and lines[0].split()[2:4] == ["fault", f"#{site.faults()[0]['id']}"]
 
 
 @root_only

@@ -119,6 +119,7 @@ def test_all_kinds_of_values(tmp_path: Path) -> None:
         ("schema_version = 2", "newer than this mpsd"),
         ("[domains]\nstart_retry_s = 100", "start_retry_max_s is below"),
         ("a b", "is not TOML"),
+        ("protect = guard", 'a text needs quotes: protect = "guard"'),
     ],
 )
 def test_mistakes_are_named_with_a_remedy(tmp_path: Path, text: str, wanted: str) -> None:
@@ -344,6 +345,7 @@ def test_every_variable_that_something_here_reads_is_known() -> None:
 def test_main_reports_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "x = 1")
     assert commands.main(["check", str(path)]) == ConfigError.exit_code
+    assert commands.main(["check", "--config", str(path)]) == ConfigError.exit_code
     assert capsys.readouterr().err.startswith("mpsd: ")
 
 

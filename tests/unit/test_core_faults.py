@@ -262,6 +262,7 @@ def test_the_only_client_is_likely_the_offender() -> None:
     server_xid(world)
     record = world.record()
     assert (offender(record), record.confidence) == (10, Confidence.LIKELY)
+    assert "inspect the offender" in record.action and "suspects" not in record.action
     assert not record.suspects and not record.victims
 
 

@@ -163,7 +163,7 @@ def test_with_fail_over_on_only_clients_outside_it_are_told_so() -> None:
     world = site(10, 11)
     world.attach(20, "d1")
     world.fault(11)
-    assert world.record().action.endswith("Under mpsd-run, this client could have moved.")
+    assert world.record().action.endswith("Under mpsd-run at level failover, this client could have moved.")
     world.do(mev.MemberStayed(process(10), 2, "the fence was not reached"))
     revised(world)
     assert lost(world) == [20, 10] and "this client could" in world.record().action
@@ -214,7 +214,7 @@ def test_of_an_offender_that_had_the_proxy_no_guard_is_promised() -> None:
     world = site(10)
     world.attach(20, "d1")
     world.fault(10, uvm(address=16))
-    assert world.record().action.endswith("Under mpsd-run, this client could have moved.")
+    assert world.record().action.endswith("Under mpsd-run at level failover, this client could have moved.")
 
 
 @pytest.mark.parametrize("name", sorted(taxonomy.CLASSES))

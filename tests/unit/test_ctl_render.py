@@ -156,9 +156,10 @@ def test_a_process_named_by_the_kernel_log_is_shown_as_such() -> None:
 
 
 def test_events_are_one_line_each() -> None:
-    assert eventtext.event({"seq": 4, "kind": "client-ended", "at": 1.0, "pid": 9}) == "4 client-ended pid=9"
+    ended = {"seq": 4, "kind": "client-ended", "at": 1.0, "pid": 9}
+    assert eventtext.event(ended) == "4 1970-01-01T00:00:01.000+00:00 client-ended pid=9"
     drained = {"seq": 4, "kind": "drain", "at": 1.0, "gpus": ["GPU-a", "GPU-b"]}
-    assert eventtext.event(drained) == "4 drain gpus=GPU-a,GPU-b"
+    assert eventtext.event(drained) == "4 1970-01-01T00:00:01.000+00:00 drain gpus=GPU-a,GPU-b"
     assert eventtext.event({"seq": 5, "kind": "lost", "count": 2}) == "5 lost count=2"
 
 
@@ -177,6 +178,9 @@ def test_a_fault_has_one_event_line_and_another_only_if_a_revision_says_more() -
         "3 fault #8 mmu-null in the device: 1 suspect, unknown"
     )
     assert known.line({"seq": 9, "kind": "lost", "count": 2}) == "9 lost count=2"
+    assert known.line(events[0] | {"id": 9, "at": 1.5}).startswith(
+        "3 1970-01-01T00:00:01.500+00:00 fault #9 "
+    )
 
 
 def test_the_kept_events_have_the_newest_revision_of_each_fault() -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,26 @@ def test_a_closed_directory_on_the_way_to_the_sockets(tmp_path: Path) -> None:
     assert check.ok is False
     # The test's own directory may be closed further up; the check names the first closed one from below.
     assert str(closed) in check.finding
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user's rights")
+def test_a_python_that_users_cannot_execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Path("/tmp") / f"mpsd-doctor-python-{os.getpid()}"
+    home.mkdir()
+    python = home / "python3"
+    python.write_bytes(b"")
+    monkeypatch.setattr(sys, "executable", str(python))
+    try:
+        home.chmod(0o755)
+        assert run(tmp_path)["commands for users"] == Check(
+            "commands for users", True, f"users can execute {python}"
+        )
+        home.chmod(0o700)
+        check = run(tmp_path)["commands for users"]
+        assert check.ok is None and f"{python}: Permission denied" in check.finding
+        assert "a Python that every user can execute" in check.remedy
+    finally:
+        shutil.rmtree(home)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user's rights")

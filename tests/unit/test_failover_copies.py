@@ -116,6 +116,10 @@ def test_the_loader_s_driver_is_taken_and_never_the_proxy(
     assert driverfiles.find_driver() == str(driver)
     monkeypatch.setattr(client_driver, "_candidates", lambda environ: iter(places[:-1]))
     assert "failover.driver" in copies_in(tmp_path / "copies").ensure().remedy
+    simulated = DriverFiles([tmp_path / "copies"], simulated=True).ensure()
+    assert simulated.problem and "mpsd help quickstart" in simulated.remedy
+    named = DriverFiles([tmp_path / "copies"], str(tmp_path / "absent"), simulated=True).ensure()
+    assert "failover.driver" in named.remedy
 
 
 def test_a_folder_in_which_others_may_write_or_nothing_loads_is_not_used(

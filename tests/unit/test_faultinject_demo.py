@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from faultinject.campaigns import demo, demotable, matrixreport
-from faultinject.campaigns.matrix import Plan
+from faultinject.campaigns.matrix import Matrix, Plan
 from faultinject.registry.kinds import AUTO, MODES
 from faultinject.rig.libraries import Libraries
 from mpsd.base.errors import UnsupportedError
@@ -111,6 +112,25 @@ def test_a_broken_law_is_printed_and_fails_the_demo(
     assert demo.demo("simulated") == 1
     broken = "trap in column auto: invalid: survivors live: lost survivor-0 (error 719)"
     assert broken in capsys.readouterr().out
+
+
+def test_the_runs_of_all_columns_are_counted_together(
+    monkeypatch: pytest.MonkeyPatch, stubbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans: list[Plan] = []
+    recorded = demo.Matrix
+    monkeypatch.setattr(demo, "find_libraries", lambda *_: Libraries(Path("/proxy"), Path("/standin")))
+    monkeypatch.setattr(demo, "Matrix", lambda plan: plans.append(plan) or recorded(plan))
+    demo.demo("simulated")
+    first, second = (len(plan.pairs()) for plan in plans)
+    assert f"{first + second} runs on the simulated GPU" in capsys.readouterr().err
+    assert [(plan.before, plan.total) for plan in plans] == [(0, first + second), (first, first + second)]
+    said: list[str] = []
+    matrix = Matrix(replace(plans[1], tell=said.append))
+    entry = {"kind": "trap", "variant": "", "mode": AUTO, "not_run": "no room", "verdict": None}
+    monkeypatch.setattr(matrix, "run_one", lambda *_: entry)
+    matrix._run_and_report(plans[1].faults[0], AUTO, "simulated", Path("/"))
+    assert said[0].startswith(f"[{first + 1}/{first + second}] ")
 
 
 def test_without_a_compiler_the_demo_says_what_it_does_not_show(

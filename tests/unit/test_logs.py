@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import io
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 
 from mpsd.base import logs
+from mpsd.wire.messages import Gap
 
 
 @pytest.fixture(autouse=True)
 def defaults_afterwards() -> Iterator[None]:
     yield
     structlog.reset_defaults()
+
+
+def test_no_field_of_a_log_line_is_overwritten_by_the_log_itself() -> None:
+    package = Path(logs.__file__).parent.parent
+    taken = []
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("log."):
+                names = {keyword.arg for keyword in node.keywords}
+                taken += [f"{path}:{node.lineno}"] if names & {"event", "level", "timestamp"} else []
+    assert taken == []
 
 
 def test_json_lines_carry_fields_and_level() -> None:
@@ -54,6 +68,15 @@ def test_untrusted_text_stays_on_its_line(log_format: str) -> None:
     assert text.count("\n") == 1
     assert text[:-1].isprintable()
     assert "FAKE line" in text
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_members_of_an_enumeration_are_written_as_their_values(log_format: str) -> None:
+    stream = io.StringIO()
+    logs.configure(log_format, "info", stream, colors=False)
+    structlog.get_logger().info("audit", proof=[Gap.NONE, Gap.FORGOTTEN], one=Gap.FORGOTTEN)
+    text = stream.getvalue()
+    assert "Gap" not in text and text.count(Gap.FORGOTTEN.value) == 2
 
 
 def test_long_text_is_cut() -> None:

@@ -9,6 +9,7 @@ from typing import cast
 from unittest.mock import patch
 
 import pytest
+import structlog
 
 from mpsd.base.conditions import Code
 from mpsd.base.errors import GpuError
@@ -192,6 +193,17 @@ def test_auto_is_degraded_below_what_is_proven_for_a_real_gpu() -> None:
     assert node.conditions() == [] and node.of().level is FAILOVER
     world.machine.append(NO_COPY)
     assert [each.code for each in node.conditions()] == [Code.PROTECTION_LOWERED]
+
+
+def test_the_log_names_the_level_and_what_keeps_it_down() -> None:
+    with structlog.testing.capture_logs() as logged:
+        Node().open().conditions()
+        Node(machine=[NO_COPY], simulated=True).open().conditions()
+    line = {"event": "protection", "log_level": "info", "gpu": 0}
+    assert logged == [
+        line | {"protection": "failover"},
+        line | {"protection": "guard", "why": "cannot copy it", "remedy": "free space"},
+    ]
 
 
 def test_auto_takes_less_than_is_proven_where_the_table_says_so() -> None:

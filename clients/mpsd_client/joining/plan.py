@@ -33,6 +33,8 @@ VAULT, FAILOVER = "MPSD_VAULT_SOCKET", "MPSD_FAILOVER_SOCKET"
 LEVEL = "MPSD_PROTECTION"
 """The level with which a program was started. `mpsd-ctl status` uses it to explain what the program has."""
 _DOCTOR = "run mpsd-ctl doctor"
+_INSTALL = "install mpsd-libcuda (pip install ./clients/libcuda in mpsd's tree), or pass --library DIR"
+_ON_THE_SIMULATED_GPU = "mpsd help quickstart shows guards and fail-over on the simulated GPU"
 LEVELS = tuple(level.value for level in ProtectionLevel)
 
 
@@ -142,7 +144,7 @@ def make_plan(
             f"no {LIBRARY_NAME} in {library}", remedy="--library needs the folder of mpsd's library"
         )
     real = find_driver(environ, proxy) if proxy else None
-    allowed = _allowed(daemon, proxy, real)
+    allowed = _allowed(daemon, proxy, real, environ.get("MPSD_LIBCUDA_DIR"))
     found = _chosen(_lowest(daemon.protection or allowed, allowed), protect)
     if require is not None and found.level.rank < ProtectionLevel(require).rank:
         raise LevelError(
@@ -208,18 +210,24 @@ def shown_gpus(
     return found
 
 
-def _allowed(daemon: Client, proxy: str | None, real: str | None) -> Protection:
+def _allowed(daemon: Client, proxy: str | None, real: str | None, named: str | None) -> Protection:
     """Return the level that the sockets of the daemon, the proxy and the driver allow.
+
+    `named`: the folder that the environment names for the proxy.
 
     The daemon gives a socket although something on the machine keeps the level down now: that can end while
     the program runs.
     """
+    observe, simulated = ProtectionLevel.OBSERVE, daemon.is_simulated
+    if proxy is None and named:
+        why, remedy = f"no {LIBRARY_NAME} in MPSD_LIBCUDA_DIR={named}", "name the folder of mpsd's library"
+        return Protection(observe, why, remedy)
     if proxy is None:
-        remedy = "install mpsd-libcuda (pip install ./clients/libcuda in mpsd's tree), or pass --library DIR"
-        return Protection(ProtectionLevel.OBSERVE, "mpsd's libcuda is not installed", remedy)
+        remedy = _ON_THE_SIMULATED_GPU if simulated else _INSTALL
+        return Protection(observe, "mpsd's libcuda is not installed", remedy)
     if real is None:
-        why = f"no CUDA driver ({LIBRARY_NAME}) found"
-        return Protection(ProtectionLevel.OBSERVE, why, f"set {REAL} to the driver's file")
+        remedy = _ON_THE_SIMULATED_GPU if simulated else f"set {REAL} to the driver's file"
+        return Protection(observe, f"no CUDA driver ({LIBRARY_NAME}) found", remedy)
     if not daemon.vault_socket:
         return Protection(ProtectionLevel.OBSERVE, "the daemon offers no guard zones", _DOCTOR)
     if not daemon.failover_socket:

@@ -98,7 +98,9 @@ def remedy(state: State, record: FaultRecord) -> str:
         )
     if reach < ProtectionLevel.FAILOVER.rank:
         return ""
-    setting = 'With protect = "failover" and mpsd-run' if _is_off(state) else "Under mpsd-run"
+    setting = (
+        'With protect = "failover" and mpsd-run' if _is_off(state) else "Under mpsd-run at level failover"
+    )
     return f"{setting}, {clients} could have moved"
 
 

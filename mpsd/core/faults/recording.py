@@ -33,7 +33,8 @@ def _action(draft: Draft, record: FaultRecord) -> str:
 
 
 def _next_steps(draft: Draft, record: FaultRecord) -> str:
-    advice = taxonomy.advice(record.fault_class, lost=bool(record.victims))
+    named = record.offender is not None
+    advice = taxonomy.advice(record.fault_class, lost=bool(record.victims), named=named)
     domain = draft.state.domains.get(record.domain) if record.domain else None
     slot = draft.state.slots.get(domain.slot) if domain else None
     if domain is None or slot is None:

@@ -52,7 +52,8 @@ _NONE = "not isolated: the standby domain takes new clients at once; protected c
 _GUARD = f"absorbed if the outer guard covers the address (no client is named then); otherwise {_NONE}"
 _AGAIN = "restart clients that did not fail over (mpsd-ctl failovers)"
 _FIX = "ask the owner of the offender to run it under compute-sanitizer"
-_SUSPECTS = "inspect the suspects: the driver does not say which client it was"
+_INSPECT = "inspect the suspects"
+_SUSPECTS = f"{_INSPECT}: the driver does not say which client it was"
 _DEVICE = "drain the GPU (mpsd-ctl drain), then follow NVIDIA's advice for this Xid"
 
 
@@ -173,7 +174,7 @@ _ROWS = (
         "gives class sm-out-of-range",
         Scope.DOMAIN,
         _NONE,
-        "inspect the suspects; raise cudaLimitStackSize in the offender",
+        f"{_INSPECT}; raise cudaLimitStackSize in the offender",
         13,
         43,
     ),
@@ -183,7 +184,7 @@ _ROWS = (
         "Xid 43 on the server without an Xid 13 before it; no client is named",
         Scope.DOMAIN,
         _NONE,
-        "inspect the suspects; a trap is usually a failed check in the kernel's own code",
+        f"{_INSPECT}; a trap is usually a failed check in the kernel's own code",
         43,
     ),
     _row(
@@ -192,7 +193,7 @@ _ROWS = (
         "the server reports a fatal GPU error or leaves ACTIVE, and no Xid line says more",
         Scope.DOMAIN,
         _NONE,
-        "inspect the suspects and the kernel log",
+        f"{_INSPECT} and the kernel log",
         13,
         43,
     ),
@@ -347,10 +348,15 @@ def device_class(xid: int) -> str | None:
     return _BY_DEVICE_XID.get(xid)
 
 
-def advice(name: str, *, lost: bool = True) -> str:
-    """Return what the operator does about a fault of this class. `lost`: clients lost their GPU work."""
+def advice(name: str, *, lost: bool = True, named: bool = False) -> str:
+    """Return what the operator does about a fault of this class.
+
+    `lost`: clients lost their GPU work. `named`: the record names the offender, so it has no suspects."""
     row = CLASSES[name]
-    return f"{row.action}; {_AGAIN}" if lost and row.scope is Scope.DOMAIN else row.action
+    action = row.action
+    if named:
+        action = action.replace(_SUSPECTS, _INSPECT).replace(_INSPECT, "inspect the offender")
+    return f"{action}; {_AGAIN}" if lost and row.scope is Scope.DOMAIN else action
 
 
 def classify_uvm(event: UvmEvent, lies_there: AddressKind | None = None) -> str:

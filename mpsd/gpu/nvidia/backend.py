@@ -35,7 +35,9 @@ def open_nvidia() -> Backend:
     binary = find_binary(CONTROL_BINARY)
     if binary is None:
         raise UnsupportedError(
-            f"{CONTROL_BINARY} was not found on PATH", remedy="install the driver's compute utilities"
+            f"{CONTROL_BINARY} was not found on PATH",
+            remedy="install the driver's compute utilities; for a trial without a GPU, run "
+            "mpsd run --backend simulated",
         )
     nvml = Nvml()
     isolation, no_isolation = _isolation()
