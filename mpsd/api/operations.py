@@ -38,6 +38,7 @@ from mpsd.base.protection import ProtectionLevel
 from mpsd.clients.starts import Starts
 from mpsd.config.schema import BackendName
 from mpsd.core import events as ev
+from mpsd.core import slots
 from mpsd.core.faults import taxonomy
 from mpsd.core.proof import grounds
 from mpsd.core.state import Client, DomainState, State
@@ -395,6 +396,8 @@ class Operations:
             why = "compute mode EXCLUSIVE_PROCESS allows one server; nvidia-smi -c DEFAULT allows more"
         elif not state.policy.spare:
             why = "set [domains] spare = true in mpsd's configuration"
+        elif state.policy.on_demand and (found is None or not slots.has_server(state, found)):
+            why = "start a client first: the standby domain starts with it"
         else:
             why = "it is starting: repeat the command in a moment"
         raise NotReadyError("there is no standby domain", remedy=why)

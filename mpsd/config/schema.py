@@ -43,6 +43,11 @@ class DomainMode(StrEnum):
     SHARED = "shared"
 
 
+class StartSetting(StrEnum):
+    FIRST_CLIENT = "first-client"
+    AT_ONCE = "at-once"
+
+
 class GuardSetting(StrEnum):
     """`auto`: on only for a class of ranges that measurements proved safe on this machine."""
 
@@ -120,6 +125,18 @@ class Domains:
         "admits every user",
     )
     spare: bool = _key(True, "keep a warm standby domain, which takes over when the active domain faults")
+    start: StartSetting = _key(
+        StartSetting.FIRST_CLIENT,
+        "first-client: a slot's server and standby domain start with its first client; at-once: they start "
+        "with the slot, and stay",
+    )
+    idle_s: float = _key(
+        300.0,
+        "first-client only: time after which the server and the standby domain of a slot without clients end",
+        unit="s",
+        low=0.1,
+        high=86400,
+    )
     span: tuple[tuple[str, ...], ...] = _key(
         (), "lists of GPU UUIDs; one domain serves each list, for clients that use several GPUs"
     )

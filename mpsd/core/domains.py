@@ -117,6 +117,7 @@ def on_adoption_done(draft: Draft, event: ev.AdoptionDone) -> None:
         else:
             ensure(draft, slot.id)
             plan.linger(draft, slot.id)
+            slots.watch_idle(draft, slot.id)
     for domain in tuple(draft.state.domains.values()):
         arm_drain(draft, domain)
         settle(draft, domain.id)
@@ -131,7 +132,7 @@ def ensure(draft: Draft, slot_id: str) -> None:
     active = state.domains[slot.active] if slot.active else None
     standby = state.domains[slot.spare] if slot.spare else None
     if active is not None and active.state in SERVING:
-        wanted = state.policy.spare or plan.participants_of(state, slot)
+        wanted = slots.wants_standby(state, slot, active)
         if standby is None and wanted and may_start and not slot.exclusive and slots.may_start(draft, slot):
             started = start(draft, slot)
             draft.put_slot(replace(draft.state.slots[slot_id], spare=started))
@@ -153,22 +154,25 @@ def _starting(draft: Draft, slot_id: str) -> bool:
     return any(d.slot == slot_id and d.state is DomainState.STARTING for d in draft.state.domains.values())
 
 
-def start(draft: Draft, slot: Slot) -> str:
-    """Start a new domain for the slot and return its name."""
+def start(draft: Draft, slot: Slot, *, successor: bool = False) -> str:
+    """Start a new domain for the slot and return its name. `successor`: it replaces an idle domain."""
     name = f"d{draft.state.next_domain}"
     draft.state = replace(draft.state, next_domain=draft.state.next_domain + 1)
-    draft.put_domain(Domain(name, slot.id, slot.gpus, slot.uid, DomainState.STARTING, draft.now))
+    begun = Domain(name, slot.id, slot.gpus, slot.uid, DomainState.STARTING, draft.now, successor=successor)
+    draft.put_domain(begun)
     slots.note_start(draft, slot.id)
-    draft.emit(StartDomain(name, slot.gpus, slot.uid))
+    draft.emit(StartDomain(name, slot.gpus, slot.uid, slots.wants_server(draft.state, begun)))
     return name
 
 
 def promote(draft: Draft, slot: Slot, name: str) -> None:
     """Let the slot lead to a warm domain, and start the next standby domain."""
     move(draft, name, DomainTrigger.ACTIVATED)
-    draft.put_slot(replace(slot, active=name, spare=None if slot.spare == name else slot.spare))
+    spare = None if slot.spare == name else slot.spare
+    draft.put_slot(replace(slot, active=name, spare=spare, resting=False))
     draft.emit(SwitchPath(slot.id, name))
     draft.publish("domain-active", slot.uid, domain=name, slot=slot.id)
+    slots.watch_idle(draft, slot.id)
     if slot.active is not None and slot.active != name:
         lists.await_list(draft, draft.state.domains[slot.active])
         settle(draft, slot.active)
@@ -196,6 +200,8 @@ def on_started(draft: Draft, event: ev.DomainStarted) -> None:
     current = draft.state.domains[slot.active] if slot.active else None
     if current is None or current.id == domain.id or current.state not in SERVING:
         promote(draft, slot, domain.id)
+    elif domain.successor:
+        slots.replace_idle(draft, domain.id)
     else:
         # First: if the active domain is full, its participants keep contexts in the one that serves next.
         plan.refresh_all(draft, slot.id)

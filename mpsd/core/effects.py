@@ -20,11 +20,15 @@ from mpsd.core.faults.records import FaultRecord, LoggedProcess
 
 @dataclass(frozen=True, slots=True)
 class StartDomain:
-    """Start a control daemon, start its server for `uid` (0 for a shared domain), and apply the settings."""
+    """Start a control daemon, start its server for `uid` (0 for a shared domain), and apply the settings.
+
+    `server`: False leaves the start of the server to the control daemon, which starts it for a first client.
+    """
 
     domain: str
     gpus: tuple[str, ...]
     uid: int | None
+    server: bool = True
 
 
 @dataclass(frozen=True, slots=True)

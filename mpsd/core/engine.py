@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpsd.core import clients, domains, killing, lists, proof, victims
+from mpsd.core import clients, domains, killing, lists, proof, slots, victims
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Effect, Freeze, Kill, ProgramCommand, ReleaseLease, Terminate
@@ -78,6 +78,7 @@ def _for_domain(handler: Callable[[Draft, str], None]) -> Callable[[Draft, str],
 _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "ensure": _for_slot,
     "ask": _for_domain(domains.settle),
+    slots.IDLE: slots.on_idle,
     lists.UNSURE: _for_domain(domains.on_unsure),
     lists.QUIET_LOG: _for_domain(domains.settle),
     servers.SUCCESSOR: _for_domain(servers.on_successor),
@@ -114,6 +115,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.DomainStopped: domains.on_stopped,
     ev.ControlDied: signs.on_control_died,
     ev.ServerSeen: servers.on_server_seen,
+    ev.ServerStartFailed: servers.on_start_failed,
     ev.ServerDied: signs.on_server_died,
     ev.ServerStateSeen: signs.on_server_state,
     ev.ServerAtFault: signs.on_server_at_fault,

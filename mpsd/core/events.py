@@ -147,6 +147,18 @@ class ServerDied:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerStartFailed:
+    """A server that the control daemon started for a first client did not become ACTIVE.
+
+    `server`: None if it ended before mpsd saw the process.
+    """
+
+    domain: str
+    reason: str
+    server: ProcessInstance | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStateSeen:
     domain: str
     state: ServerState
@@ -531,6 +543,7 @@ Event = (
     | ControlDied
     | ServerSeen
     | ServerDied
+    | ServerStartFailed
     | ServerStateSeen
     | ServerAtFault
     | LogStateSeen

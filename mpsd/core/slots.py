@@ -7,6 +7,11 @@ path is removed first, and clients that used the path before are served to their
 Shares count by account: the subordinate uids of a user count as that user. A newcomer displaces a slot that
 was unused for long, then a slot of the largest account. A slot that no client has ever used goes first.
 Administrators have a reserve at every limit. Shared slots are few, and no limit refuses them.
+
+On demand (Policy.on_demand) a slot begins with a control daemon alone. That starts the server for its first
+client, and mpsd then starts the standby domain. An idle slot gives both back: its standby domain ends, and a
+fresh control daemon takes over the path before the old one ends. A server is never told to shut down,
+because a client could be on its way to it.
 """
 
 from __future__ import annotations
@@ -15,12 +20,14 @@ from collections import Counter
 from dataclasses import replace
 from enum import StrEnum
 
-from mpsd.core import domains
+from mpsd.base.model import ServerState
+from mpsd.core import domains, lists
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, DropPath
 from mpsd.core.events import SlotWanted
+from mpsd.core.failover import plan
 from mpsd.core.lifecycle import DomainTrigger
-from mpsd.core.state import SERVING, Slot, State
+from mpsd.core.state import SERVING, Domain, DomainState, Slot, State
 
 ADMIN_RESERVE = 4
 """Slots beyond the limit that only administrators get."""
@@ -32,6 +39,12 @@ STARTS, STARTS_PER_ACCOUNT = 96, 16
 
 At STARTS an account without its equal share may still start one. Twice as many is the limit for all.
 """
+
+
+IDLE = "idle"
+"""Name of the timer of a slot that may be idle."""
+HANDOVER_S = 2.0
+"""Shortest time [s] for which a replaced idle domain still serves clients that took its path before."""
 
 
 class SlotRefusal(StrEnum):
@@ -77,7 +90,109 @@ def note_start(draft: Draft, slot: str) -> None:
 def touch(draft: Draft, domain: str) -> None:
     """Note the time at which a client of this domain started or ended."""
     slot = draft.state.slots[draft.state.domains[domain].slot]
-    draft.put_slot(replace(slot, used=draft.now, joined=True))
+    draft.put_slot(replace(slot, used=draft.now, joined=True, resting=False))
+    if slot.resting:
+        domains.ensure(draft, slot.id)
+
+
+def wants_standby(state: State, slot: Slot, active: Domain) -> bool:
+    """Return whether the slot, which this domain serves, is to have a standby domain."""
+    in_use = active.server is not None and active.server_state is ServerState.ACTIVE and not slot.resting
+    kept = state.policy.spare and (in_use or not state.policy.on_demand)
+    return kept or bool(plan.participants_of(state, slot))
+
+
+def wants_server(state: State, begun: Domain) -> bool:
+    """Return whether a domain that is about to start needs a server before its first client.
+
+    After a failed start it does: then a further failure is known before a client meets it.
+    """
+    if begun.successor:
+        return False
+    if not state.policy.on_demand:
+        return True
+    has_server = any(d.slot == begun.slot and d.server is not None for d in state.domains.values())
+    return has_server or state.slots[begun.slot].failures > 0 or _has_clients(state, begun.slot)
+
+
+def has_server(state: State, slot: Slot) -> bool:
+    """Return whether the active domain of a slot has a server."""
+    active = state.domains.get(slot.active or "")
+    return active is not None and active.server is not None
+
+
+def _has_clients(state: State, slot: str) -> bool:
+    """Return whether a domain of the slot has a client, living or exited."""
+    return any(state.domains[c.id.domain].slot == slot for c in state.clients.values())
+
+
+def watch_idle(draft: Draft, name: str) -> None:
+    """Arm the timer that ends the server and the standby domain of a slot once it is idle."""
+    if draft.state.policy.on_demand and _has_unused(draft.state, draft.state.slots[name]):
+        draft.emit(ArmTimer(IDLE, name, draft.state.policy.idle_s))
+
+
+def _has_unused(state: State, slot: Slot) -> bool:
+    """Return whether the slot has a server or a standby domain, which an idle slot does not need."""
+    return slot.spare is not None or has_server(state, slot)
+
+
+def _may_rest(state: State, slot: Slot) -> bool:
+    """Return whether the slot has no client, not even one that mpsd may not know.
+
+    In compute mode EXCLUSIVE_PROCESS no second domain can take over the path, so its server stays.
+    """
+    active = state.domains.get(slot.active or "")
+    if active is None or active.state is not DomainState.ACTIVE or slot.exclusive or slot.retiring:
+        return False
+    here = [d for d in (active, state.domains.get(slot.spare or "")) if d is not None]
+    unsure = any(d.may_lack_clients or d.foreign is not None for d in here)
+    used = unsure or _has_clients(state, slot.id) or bool(plan.participants_of(state, slot))
+    return not (used or state.stopping or state.adopting)
+
+
+def on_idle(draft: Draft, name: str) -> None:
+    """End the standby domain of an idle slot, and start a control daemon that replaces the idle server."""
+    slot = draft.state.slots.get(name)
+    if slot is None or slot.active is None or not _has_unused(draft.state, slot):
+        return
+    active = draft.state.domains[slot.active]
+    idle_s = draft.state.policy.idle_s
+    due = slot.used + idle_s - draft.now
+    rests = due <= idle_s / 1000 and _may_rest(draft.state, slot)
+    draft.emit(ArmTimer(IDLE, name, due if 0 < due <= idle_s and not rests else idle_s))
+    if not rests:
+        return
+    if slot.spare is not None and draft.state.domains[slot.spare].successor:
+        # It is starting.
+        return
+    if not slot.resting:
+        draft.count("slots_idle")
+        draft.publish("slot-idle", slot.uid, slot=name)
+    draft.put_slot(replace(slot, spare=None, resting=True))
+    if slot.spare is not None:
+        domains.move(draft, slot.spare, DomainTrigger.RETIRE)
+        domains.settle(draft, slot.spare)
+    if active.server is not None and may_start(draft, draft.state.slots[name]):
+        successor = domains.start(draft, draft.state.slots[name], successor=True)
+        draft.put_slot(replace(draft.state.slots[name], spare=successor))
+
+
+def replace_idle(draft: Draft, name: str) -> None:
+    """Let a new domain without a server replace the idle one; end the new one if a client has come."""
+    slot = draft.state.slots[draft.state.domains[name].slot]
+    assert slot.active is not None
+    if not _may_rest(draft.state, slot):
+        draft.put_slot(replace(slot, spare=None))
+        domains.move(draft, name, DomainTrigger.RETIRE)
+        domains.settle(draft, name)
+        domains.ensure(draft, slot.id)
+        return
+    # A client may have taken the old path just before the switch: the old domain waits for a later list.
+    idle = draft.state.domains[slot.active]
+    draft.put_domain(replace(idle, foreign=(draft.now, draft.now + HANDOVER_S)))
+    draft.emit(ArmTimer(lists.UNSURE, idle.id, lists.UNSURE_S))
+    domains.leave(draft, idle.id, DomainTrigger.RETIRE)
 
 
 def refusal(state: State, wanted: SlotWanted, now: float) -> SlotRefusal | None:

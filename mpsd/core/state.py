@@ -82,6 +82,9 @@ class Policy:
     """The operator's settings; times in seconds. mpsd.config.schema explains each key."""
 
     spare: bool = True
+    # A slot's server and standby domain start with its first client, and end when it is idle for idle_s.
+    on_demand: bool = False
+    idle_s: float = 300.0
     kill_victims_after_s: float = 0.0
     exclusive_drain_s: float = 5.0
     laggard_report_s: float = 10.0
@@ -125,7 +128,7 @@ class Slot:
     `quiet_replaced`: monotonic seconds at which a domain was last replaced because of its quiet log.
     `starts`: the latest starts of its domains [monotonic s]. `delayed`: their number delays the next one.
     `account`: the user that answers for `uid` (its owner if it is a subordinate uid); None: `uid` itself.
-    `joined`: a client has used the slot.
+    `joined`: a client has used the slot. `resting`: it is idle, so it wants no standby domain.
     """
 
     id: str
@@ -144,6 +147,7 @@ class Slot:
     delayed: bool = False
     account: int | None = None
     joined: bool = False
+    resting: bool = False
 
     @property
     def accountable(self) -> int | None:
@@ -176,8 +180,9 @@ class Domain:
     `suspected`: when a log that every user can write last reported a fault [monotonic s].
     `server_lost`: when its idle server ended and its control daemon was given time to start another one.
     `foreign`: times of the first and the latest log line with a process of another user. It may be a client
-    until a list has told.
+    until a list has told. An idle domain that is replaced has such times too: see mpsd.core.slots.
     `unpinned`: the number of listed clients that mpsd does not show for want of descriptors.
+    `successor`: it was started to take the place of an idle domain.
     """
 
     id: str
@@ -204,6 +209,7 @@ class Domain:
     server_lost: float | None = None
     foreign: tuple[float, float] | None = None
     unpinned: int = 0
+    successor: bool = False
 
     @property
     def may_lack_clients(self) -> bool:

@@ -61,6 +61,7 @@ States of a domain:
 
   starting     its control daemon and MPS server start
   serving      new clients join it
+  idle         the same, and its MPS server starts with the first client
   drained      its GPU is drained: clients run on, new clients are refused
   faulted      a fault ended its clients' work; new clients join another domain; it is emptied and reused
   poisoned     the kernel of an exited client does not end in it; it takes no new clients

@@ -21,7 +21,7 @@ STATES = {"active": "serving", "warm": "ready", "headless": "unreachable", "reti
 """Text of a domain's `state`; any other state is shown as it is."""
 
 _BAD = ("faulted", "unreachable", "failed")
-_GOOD = ("serving", "ready", "starting")
+_GOOD = ("serving", "idle", "ready", "starting")
 ROLES = {"active": "in use", "spare": "standby"}
 """Text of a domain's `role`; any other role is shown as it is."""
 
@@ -166,6 +166,8 @@ def domain_state(domain: View, *, drained: bool = False, unreachable: bool = Fal
         return "unreachable"
     if state == "active" and domain["role"] == "active" and drained:
         return "drained"
+    if state == "active" and domain["server_pid"] is None and not domain["clients"]:
+        return "idle"
     return STATES.get(state, state)
 
 

@@ -330,7 +330,7 @@ class Daemon(NodeViews):
         return {c.leased for c in self.runtime.state.spaces_of(process)} == {True}
 
     def _post(self, event: ev.Event) -> None:
-        if isinstance(event, ev.DomainStarted | ev.DomainStartFailed):
+        if isinstance(event, ev.DomainStarted | ev.DomainStartFailed | ev.ServerStartFailed):
             self._slots.note_start(event)
         elif isinstance(event, ev.ClientNoticed | ev.LeaseRestored):
             # A fault record that names this user may follow at once.

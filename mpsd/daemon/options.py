@@ -10,7 +10,7 @@ import structlog
 from mpsd.base.conditions import Code, Condition
 from mpsd.base.model import Gpu, GuardClass
 from mpsd.clients import attach
-from mpsd.config.schema import Config, GuardSetting, VaultSettings
+from mpsd.config.schema import Config, GuardSetting, StartSetting, VaultSettings
 from mpsd.core.state import Policy
 from mpsd.core.vault import Limits, Quota
 from mpsd.daemon.protection import NodeProtection
@@ -28,6 +28,8 @@ def policy_of(config: Config, backend: Backend, protection: NodeProtection, gpus
     domains, asked_ms = config.domains, config.eviction.terminate_deadline_ms
     return Policy(
         spare=domains.spare,
+        on_demand=domains.start is StartSetting.FIRST_CLIENT,
+        idle_s=domains.idle_s,
         kill_victims_after_s=domains.kill_victims_after_s,
         exclusive_drain_s=domains.exclusive_drain_s,
         laggard_report_s=domains.laggard_report_s,

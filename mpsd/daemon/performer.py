@@ -73,7 +73,7 @@ class Performer:
         self._closed = False
         # Keyed by type. Any stands for the effect type that belongs to each key.
         self._methods: Mapping[type, Callable[[Any], None]] = {
-            fx.StartDomain: lambda e: adapters.domains.start(e.domain, e.gpus, e.uid),
+            fx.StartDomain: lambda e: adapters.domains.start(e.domain, e.gpus, e.uid, server=e.server),
             fx.StopDomain: lambda e: adapters.domains.stop(e.domain, e.deadline_s),
             fx.SwitchPath: lambda e: adapters.layout.switch(e.slot, e.domain),
             fx.DropPath: lambda e: adapters.layout.drop(e.slot),

@@ -211,16 +211,16 @@ class SlotPaths:
             remedy="mpsd keeps trying; see mpsd-ctl status and mpsd-ctl doctor",
         )
 
-    def note_start(self, event: ev.DomainStarted | ev.DomainStartFailed) -> None:
+    def note_start(self, event: ev.DomainStarted | ev.DomainStartFailed | ev.ServerStartFailed) -> None:
         """Keep why a slot's last domain did not start: core forgets a domain that never started."""
         domain = self._state().domains.get(event.domain)
         if domain is None:
             return
         self._start_problems.pop(domain.slot, None)
         self._by_server.discard(domain.slot)
-        if isinstance(event, ev.DomainStartFailed):
+        if not isinstance(event, ev.DomainStarted):
             self._start_problems[domain.slot] = event.reason
-            if event.by_server:
+            if isinstance(event, ev.ServerStartFailed) or event.by_server:
                 self._by_server.add(domain.slot)
 
     def conditions(self) -> list[Condition]:

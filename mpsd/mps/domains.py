@@ -28,7 +28,7 @@ from mpsd.mps import log as mpslog
 from mpsd.mps.control import OUTPUT_FILE, ControlDaemon, TerminateOutcome
 from mpsd.mps.logreader import LogReader
 from mpsd.mps.pathhealth import Path, PathHealth
-from mpsd.mps.startup import ServerEndedError, StartWatch
+from mpsd.mps.startup import FirstServer, ServerEndedError, StartWatch
 from mpsd.os import processes
 from mpsd.os.descriptors import REMEDY, Charge, DescriptorBudget, Purpose
 from mpsd.os.pinned import Pinned
@@ -73,6 +73,8 @@ class RunningDomain:
     stays open until the domain ends.
 
     `dying`: a server that was reported dead while its threads are still in the driver.
+
+    `first`: the start of its first server, which its control daemon makes for a first client.
     """
 
     name: str
@@ -84,6 +86,7 @@ class RunningDomain:
     dying: ProcessInstance | None = None
     control_watch: int = -1
     startup: StartWatch | None = None
+    first: FirstServer | None = None
     charge: Charge | None = None
 
 
@@ -172,11 +175,12 @@ class RunningDomains:
             environment=self._environment,
         )
 
-    def start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
-        task = self._starting[domain] = self._tasks.spawn(self._start(domain, gpus, uid))
+    def start(self, domain: str, gpus: tuple[str, ...], uid: int | None, *, server: bool = True) -> None:
+        """Start a domain; without `server` its control daemon starts the server for its first client."""
+        task = self._starting[domain] = self._tasks.spawn(self._start(domain, gpus, uid, server))
         task.add_done_callback(lambda _: self._starting.pop(domain, None))
 
-    async def _start(self, domain: str, gpus: tuple[str, ...], uid: int | None) -> None:
+    async def _start(self, domain: str, gpus: tuple[str, ...], uid: int | None, with_server: bool) -> None:
         await self.quiet_period.wait()
         self._callbacks.save()
         host = RunningDomain(domain, uid, self._control(domain, gpus))
@@ -196,8 +200,9 @@ class RunningDomains:
             self._domains[domain] = host
             self._watch_control(host)
             await self.limits.give(domain, Owner(gpus, uid), host.control)
-            await host.control.start_server(uid or 0, self._start_deadline_s)
-            await startup.until_active(host.control, self._start_deadline_s)
+            if with_server:
+                await host.control.start_server(uid or 0, self._start_deadline_s)
+                await startup.until_active(host.control, self._start_deadline_s)
             await self._must_be_reachable(host)
             await self.limits.confirm(domain)
         except (MpsdError, OSError) as error:
@@ -210,8 +215,19 @@ class RunningDomains:
         host.startup = None
         instance = host.control.instance
         assert instance is not None
-        server = self._pin_server(host)
+        server = self._pin_server(host) if with_server else None
+        if not with_server:
+            host.first = self._first_server(host)
         self._callbacks.post(ev.DomainStarted(domain, instance, server, host.private))
+
+    def _first_server(self, host: RunningDomain) -> FirstServer:
+        """Watch the start of the server that the control daemon makes for a first client."""
+
+        def tell(reason: str, server: ProcessInstance | None) -> None:
+            log.error("the server did not start", domain=host.name, reason=reason)
+            self._callbacks.post(ev.ServerStartFailed(host.name, reason, server))
+
+        return FirstServer(host.control, self._start_deadline_s, tell, self._tasks.spawn)
 
     async def _must_be_reachable(self, host: RunningDomain) -> None:
         """Raise ControlError if no client of its user could get to a new domain."""
@@ -253,7 +269,9 @@ class RunningDomains:
         self.limits.adopt(domain, Owner(gpus, uid), daemon)
         self._follow(host, adopted=True)
         self._watch_control(host)
-        return self._pin_server(host)
+        server = self._pin_server(host)
+        host.first = self._first_server(host) if server is None else None
+        return server
 
     def adopt_headless(self, domain: str, gpus: tuple[str, ...], server: ProcessInstance | None) -> bool:
         """Take over the server of a domain without its control daemon. Returns False if it has ended, too."""
@@ -288,7 +306,11 @@ class RunningDomains:
     def _handle_line(self, host: RunningDomain, line: mpslog.LogLine) -> None:
         if host.startup is not None:
             host.startup.feed(line)
+        if host.first is not None:
+            host.first.feed(line, private=host.private)
         match line.event:
+            case mpslog.ServerStarted() if host.first is not None and not host.first.told:
+                self.ask(host.name, patient=True)
             case mpslog.NewClient(pid=0):
                 self._callbacks.post(ev.Counted({"clients_without_pid": 1}))
             case mpslog.NewClient(pid=pid):
@@ -345,7 +367,9 @@ class RunningDomains:
             found = Pinned.open(instances[-1].pid, instances[-1].start_ticks)
         except MpsdError:
             return known
-        if known is not None and known != host.dying:
+        if known is not None and host.first is not None:
+            host.first.ended(known)
+        elif known is not None and known != host.dying:
             # Report the end of the old server before the new one, even if the loop has not seen it yet.
             self._callbacks.post(ev.ServerDied(host.name, known))
         self._set_server(host, found)
@@ -360,7 +384,9 @@ class RunningDomains:
     def _server_died(self, host: RunningDomain, server: Pinned) -> None:
         if host.server is server:
             self._drop_server(host)
-        if host.dying != server.instance:
+        if host.first is not None:
+            host.first.ended(server.instance)
+        elif host.dying != server.instance:
             self._callbacks.post(ev.ServerDied(host.name, server.instance))
 
     def _drop_server(self, host: RunningDomain) -> None:
@@ -408,6 +434,9 @@ class RunningDomains:
                 host.dying = server
                 self._callbacks.post(ev.ServerDied(domain, server))
             return
+        if host.first is not None and state in (ServerState.ACTIVE, ServerState.FAULT):
+            host.first.close()
+            host.first = None
         self._callbacks.post(ev.ServerStateSeen(domain, state))
 
     def terminate(
@@ -481,6 +510,8 @@ class RunningDomains:
 
     def _forget(self, host: RunningDomain) -> None:
         self.limits.forget(host.name)
+        if host.first is not None:
+            host.first.close()
         if host.log is not None:
             self._ended_logs.update(host.log.totals())
             host.log.close()

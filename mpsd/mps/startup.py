@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Coroutine
 
 from mpsd.base.errors import ControlError
+from mpsd.base.model import ProcessInstance
 from mpsd.base.text import printable
 from mpsd.mps import log as mpslog
 from mpsd.mps.control import ControlDaemon
@@ -25,9 +27,13 @@ class ServerEndedError(ControlError):
 
 
 class StartWatch:
-    """The signs in a domain's log of how the start of its server goes."""
+    """The signs in a domain's log of how the start of its server goes.
+
+    `begun`: pid of the server that the control daemon says it starts, None before.
+    """
 
     def __init__(self) -> None:
+        self.begun: int | None = None
         self._sign = asyncio.Event()
         self._failed = False
         self._ended: mpslog.ServerExited | None = None
@@ -36,6 +42,9 @@ class StartWatch:
 
     def feed(self, line: mpslog.LogLine) -> None:
         match line.event:
+            case mpslog.ServerStarted(pid=pid):
+                self.begun = pid
+                return
             case mpslog.StartFailed():
                 self._words = line.text
                 self._failed = True
@@ -45,6 +54,16 @@ class StartWatch:
                 self._last = line.writer, line.text
                 return
         self._sign.set()
+
+    @property
+    def failed(self) -> bool:
+        """Return whether a line says that the begun server has ended."""
+        return self._ended is not None and self._ended.pid == self.begun
+
+    async def words(self) -> str:
+        """Return why the server ended, once its control daemon has logged its exit status."""
+        await self._until_status()
+        return self._obituary()
 
     async def until_active(self, control: ControlDaemon, deadline_s: float) -> None:
         """Wait until the server, which was asked for, is active.
@@ -81,7 +100,66 @@ class StartWatch:
     def _obituary(self) -> str:
         ended = self._ended
         if ended is None:
-            return f"the server ended: {printable(self._words, _WORDS)}"
+            why = self._words or "it gave no reason"
+            return f"the server ended: {printable(why, _WORDS)}"
         words = self._words or (self._last[1] if self._last[0] == ended.pid else "")
         text = f"server {ended.pid} ended with status {ended.status}"
         return f"{text}: {printable(words, _WORDS)}" if words else text
+
+
+class FirstServer:
+    """The start of a server that the control daemon makes for a first client, until the server is ACTIVE.
+
+    `told`: a failure was reported. The control daemon may try again while the client waits; later failures
+    are reported without a question to the control daemon.
+    """
+
+    def __init__(
+        self,
+        control: ControlDaemon,
+        deadline_s: float,
+        tell: Callable[[str, ProcessInstance | None], None],
+        spawn: Callable[[Coroutine[None, None, None]], object],
+    ) -> None:
+        """`tell`: receives why a server did not become ACTIVE, and the server, if it was seen."""
+        self._control, self._deadline_s, self._tell, self._spawn = control, deadline_s, tell, spawn
+        self._watch = StartWatch()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ending = False
+        self.told = False
+
+    def feed(self, line: mpslog.LogLine, *, private: bool) -> None:
+        """Take a line of the domain's log. Only that of a `private` domain tells of an unseen server."""
+        self._watch.feed(line)
+        if isinstance(line.event, mpslog.ServerStarted) and self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._deadline_s, self._late)
+        elif private and self._watch.failed and not self._control.server_instances():
+            self.ended(None)
+
+    def ended(self, server: ProcessInstance | None) -> None:
+        """Report that a server has ended before it was ACTIVE. `server`: None if it was not seen."""
+        self.close()
+        if not self._ending:
+            self._ending = True
+            self._spawn(self._obituary(server))
+
+    async def _obituary(self, server: ProcessInstance | None) -> None:
+        reason = await self._watch.words()
+        self._watch, self._ending = StartWatch(), False
+        if not self.told or server is not None:
+            self.told = True
+            self._tell(reason, server)
+
+    def _late(self) -> None:
+        self._timer = None
+        instances = self._control.server_instances()
+        if instances and not self.told:
+            self.told = True
+            text = f"server {instances[-1].pid} was not ACTIVE after {self._deadline_s:g} s"
+            self._tell(text, instances[-1])
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -11,6 +11,7 @@ import pytest
 
 from mpsd.base.errors import AlreadyRunningError, AmbiguousError, DeadlineError, NotFoundError
 from mpsd.base.model import ProcessInstance, ServerState
+from mpsd.mps import log as mpslog
 from mpsd.mps import pipedir
 from mpsd.mps.control import (
     OUTPUT_FILE,
@@ -247,6 +248,50 @@ def test_an_empty_server_is_shut_down_and_replaced(node: Node) -> None:
     domain.server = replaced
     assert domain.clients() == {client.pid}
     client.unharmed()
+
+
+def test_one_without_a_server_starts_it_for_its_first_client(node: Node) -> None:
+    """mpsd starts control daemons alone: the limits and the log lines must be those of a server asked for."""
+    domain = node.new_domain()
+    node.run(domain.control.start(DEADLINE_S))
+    node.run(domain.control.set_default_active_thread_percentage(50))
+    assert domain.control.server_instances() == ()
+    client = node.survivor(domain.environment).ready()
+    domain.server = node.run(domain.control.wait_active(DEADLINE_S))
+    assert [server.pid for server in domain.control.server_instances()] == [domain.server]
+    assert domain.clients() == {client.pid}
+    percentage = node.run(domain.control.command(f"get_active_thread_percentage {domain.server}"))
+    assert float(percentage) == 50.0
+    parser, log = mpslog.LogParser(), Path(domain.control.log_dir, OUTPUT_FILE)
+    events = [parser.feed(line).event for line in log.read_text().splitlines()]
+    begun = mpslog.ServerStarted(domain.server, os.getuid())
+    assert events.index(mpslog.NewClient(client.pid, os.getuid(), pending=True)) < events.index(begun)
+    assert mpslog.ServerReady(domain.server) in events
+    other = node.survivor(domain.environment).ready()
+    assert domain.clients() == {client.pid, other.pid}
+    client.unharmed()
+    other.unharmed()
+
+
+def test_a_path_that_changes_while_clients_come_always_leads_to_a_server(node: Node) -> None:
+    """An idle domain is replaced by a fresh control daemon, and ends when no client has taken its path."""
+    link = node.base / "slot"
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(link)}
+    before = None
+    for _ in range(2):
+        domain = node.new_domain()
+        node.run(domain.control.start(DEADLINE_S))
+        draft = link.with_name("draft")
+        draft.symlink_to(domain.control.pipe_dir)
+        draft.rename(link)
+        if before is not None:
+            node.run(before.control.quit(DEADLINE_S))
+        client = node.survivor(environment).ready()
+        domain.server = node.run(domain.control.wait_active(DEADLINE_S))
+        assert domain.clients() == {client.pid}
+        client.unharmed()
+        client.gone()
+        before = domain
 
 
 # -- adoption -------------------------------------------------------------------------------------------

@@ -136,12 +136,11 @@ class World:
     def want(self, slot: str = SLOT, gpu: str = GPU, uid: int | None = UID, exclusive: bool = False) -> None:
         self.do(ev.SlotWanted(slot, (gpu,), uid, exclusive))
 
-    def started(self, name: str, *, private: bool | None = None) -> None:
+    def started(self, name: str, *, private: bool | None = None, server: bool = True) -> None:
         """Let a domain start. `private`: by default if it belongs to a user."""
         owned = name in self.state.domains and self.state.domains[name].uid is not None
-        self.do(
-            ev.DomainStarted(name, control_of(name), server_of(name), owned if private is None else private)
-        )
+        instance = server_of(name) if server else None
+        self.do(ev.DomainStarted(name, control_of(name), instance, owned if private is None else private))
 
     def stopped(self, name: str) -> None:
         self.do(ev.DomainStopped(name))

@@ -27,7 +27,7 @@ from mpsd.core import events as ev
 from mpsd.core.events import DomainRole
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.participants import Standing, Turn
-from mpsd.core.state import DomainState, Policy, State
+from mpsd.core.state import Domain, DomainState, Policy, State
 from tests.support.core import GPU, OUT_OF_RANGE, SLOT, UID, World, facts, kernel_xid, process, server_of
 
 LASTS_S, RESTS_S = 20.0, 70.0
@@ -73,12 +73,15 @@ class Play:
     """A random history of one slot.
 
     `restarts`: the daemon restarts, too, and knows then what was written down up to 0.3 s before. `apart`: no
-    fault comes during the replay after another, so that only its offender may be named.
+    fault comes during the replay after another, so that only its offender may be named. `on_demand`: servers
+    come with clients; all programs end at times, and a program takes a while from the path to its domain.
     """
 
-    def __init__(self, seed: int, *, restarts: bool = False, apart: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, restarts: bool = False, apart: bool = False, on_demand: bool = False
+    ) -> None:
         self.random = chance = random.Random(seed)
-        self.restarts, self.apart = restarts, apart
+        self.restarts, self.apart, self.on_demand = restarts, apart, on_demand
         self.makers: dict[ProcessInstance, float] = {}
         self.faulted_by: dict[str, ProcessInstance] = {}
         policy = Policy(
@@ -86,7 +89,10 @@ class Play:
             spare=chance.random() < 0.7,
             moves_per_minute=chance.choice([2, 6, 100]),
             evict_offender=chance.random() < 0.8,
-            clients_per_domain=random.Random(f"full-{seed}").choice([2, 3, 48, 48]),
+            # A full domain ends without regard to programs on their way to it.
+            clients_per_domain=48 if on_demand else random.Random(f"full-{seed}").choice([2, 3, 48, 48]),
+            on_demand=on_demand,
+            idle_s=random.Random(f"idle-{seed}").choice([0.2, 1.0, 4.0]),
         )
         self.world = World(policy)
         self.programs: dict[ProcessInstance, Program] = {}
@@ -95,6 +101,8 @@ class Play:
         self.told: set[tuple[int, ProcessInstance]] = set()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
+        self._restarting = False
+        self._coming: list[Program] = []
         self._past: list[tuple[float, State]] = []
 
     # Time
@@ -108,6 +116,13 @@ class Play:
         self._past = [*self._past[-40:], (self.world.now, self.world.state)]
         for effect in self.world.do(event):
             self._perform(effect)
+        led = self.world.state.domains.get(self.world.path() or "")
+        if (
+            self.world.path() is not None
+            and not self._restarting
+            and (led is None or led.state is DomainState.STOPPING)
+        ):
+            self.wrong.append(f"the path leads to {self.world.path()} at {self.world.now}")
 
     def run(self) -> list[str]:
         """Run the history. Return what is wrong when all programs are at rest."""
@@ -127,8 +142,8 @@ class Play:
         match effect:
             case fx.ArmTimer(kind, subject, delay_s):
                 self.after(delay_s, lambda: self.do(ev.TimerFired(kind, subject)), exact=True)
-            case fx.StartDomain(domain):
-                self.after(self.random.choice([0.05, 0.5]), lambda: self._start(domain))
+            case fx.StartDomain(domain, server=server):
+                self.after(self.random.choice([0.05, 0.5]), lambda: self._start(domain, server))
             case fx.StopDomain(domain):
                 self.after(0.1, lambda: self._stopped(domain))
             case fx.Attach():
@@ -150,17 +165,20 @@ class Play:
             case _ if isinstance(effect, WORDS):
                 self.after(0.001, lambda: self._hear(effect))
 
-    def _start(self, domain: str) -> None:
+    def _start(self, domain: str, server: bool) -> None:
         if domain not in self.world.state.domains:
             return
         if self.random.random() < 0.08:
             self.do(ev.DomainStartFailed(domain, "no memory"))
             return
-        self.world.started(domain)
+        self.world.started(domain, server=server)
         for effect in self.world.last:
             self._perform(effect)
 
     def _stopped(self, domain: str) -> None:
+        there = [p.process for p in self.programs.values() if p.alive and p.lives == domain]
+        if there and domain not in self.lost:
+            self.wrong.append(f"{domain} ended under {there}")
         self.lost.add(domain)
         self.do(ev.DomainStopped(domain))
 
@@ -174,7 +192,22 @@ class Play:
     def _answer(self, domain: str) -> None:
         if domain in self.world.state.domains:
             state = ServerState.FAULT if domain in self.lost else ServerState.ACTIVE
+            if self.world.state.domains[domain].server is None and self.on_demand:
+                state = ServerState.GONE
             self.do(ev.ServerStateSeen(domain, state))
+
+    def _notice(self, domain: str, program: Program) -> None:
+        """Let the log name a client. Its control daemon starts a server, if it has none."""
+        self.do(ev.ClientNoticed(domain, facts(program.process.pid)))
+        found = self.world.state.domains.get(domain)
+        if found is not None and found.server is None and domain not in self.lost:
+            self.after(self.random.choice([0.05, 0.5]), lambda: self._serve(domain))
+
+    def _serve(self, domain: str) -> None:
+        found = self.world.state.domains.get(domain)
+        if found is not None and found.server is None and domain not in self.lost:
+            self.do(ev.ServerSeen(domain, server_of(domain), UID))
+            self.do(ev.ServerStateSeen(domain, ServerState.ACTIVE))
 
     # Programs
 
@@ -221,7 +254,7 @@ class Play:
             self._say(program, mev.MemberUnready(program.process, generation, "no", where not in self.lost))
             return
         program.contexts.add(where)
-        self.do(ev.ClientNoticed(where, facts(program.process.pid)))
+        self._notice(where, program)
         self.after(0.03, lambda: self._is_made(program, generation))
 
     def _is_made(self, program: Program, generation: int) -> None:
@@ -286,7 +319,7 @@ class Play:
     def _lose(self, domain: str, *, dies: bool = False) -> None:
         """Fault a domain. `dies`: its server exits, in a domain without work."""
         there = self.world.state.domains.get(domain)
-        if domain in self.lost or there is None or there.state in NO_SERVER:
+        if domain in self.lost or there is None or there.state in NO_SERVER or there.server is None:
             return
         self.lost.add(domain)
         if dies or self.random.random() < 0.3:
@@ -306,8 +339,26 @@ class Play:
         mode = self.random.choice([FailoverMode.EXACT] * 4 + [FailoverMode.KEEP])
         program = Program(process(1000 + len(self.programs)), mode, slot.active)
         self.programs[program.process] = program
-        self.do(ev.ClientNoticed(slot.active, facts(program.process.pid)))
+        if self.on_demand:
+            # Up to HANDOVER_S pass between a look at the path and the client's line in the log.
+            self._coming.append(program)
+            self.after(self.random.choice([0.001, 0.1, 1.2]), lambda: self._arrive(program))
+            return
+        self._notice(slot.active, program)
         self.after(self.random.choice([0.001, 0.5]), lambda: self._connect(program))
+
+    def _arrive(self, program: Program) -> None:
+        if program in self._coming:
+            self._coming.remove(program)
+            found = self.world.state.domains.get(program.lives)
+            if program.lives not in self.lost and (found is None or found.state is DomainState.STOPPING):
+                self.wrong.append(f"{program.process} finds {program.lives} ended")
+            if not program.alive or program.lives in self.lost or found is None:
+                program.alive = False
+                return
+            self._notice(program.lives, program)
+        if self.random.random() < 0.7:
+            self.after(self.random.choice([0.001, 0.5]), lambda: self._connect(program))
 
     def _connect(self, program: Program) -> None:
         if program.alive and not program.connected:
@@ -336,7 +387,7 @@ class Play:
         slot = old.slots[SLOT]
         self._queue = [one for one in self._queue if "_perform" not in one[2].__qualname__]
         heapq.heapify(self._queue)
-        self.world.state = State(policy=old.policy)
+        self.world.state, self._restarting = State(policy=old.policy), True
         for program in self.programs.values():
             if program.connected:
                 program.connected = program.waits = program.ready = False
@@ -361,7 +412,13 @@ class Play:
             known_there = client.living and client.id.domain in self.world.state.domains
             if known_there and self.programs[client.id.process].alive:
                 self.do(ev.ClientNoticed(client.id.domain, facts(client.id.process.pid)))
+        # A start of the daemon takes longer than the start of a client.
+        coming, self._coming = self._coming, []
+        for program in coming:
+            if program.alive and program.lives in self.world.state.domains:
+                self._notice(program.lives, program)
         self.do(ev.AdoptionDone())
+        self._restarting = False
         self.do(ev.DriverFilesSeen(""))
         for domain in [name for name in self.world.state.domains if name in self.lost]:
             self.after(0.3, lambda name=domain: self._answer(name))  # type: ignore[misc]
@@ -376,6 +433,11 @@ class Play:
         living = [p for p in self.programs.values() if p.alive]
         if self.restarts and self.random.random() < 0.12:
             self._restart()
+        if self.on_demand and self.random.random() < 0.1:
+            for program in living:
+                self._die(program)
+            self.after(self.random.choice([0.3, 3.0, 6.0]), lambda: self._chance(until))
+            return
         what = self.random.random()
         if what < 0.35 or len(living) < 3:
             self._come()
@@ -385,7 +447,7 @@ class Play:
             self._cut(self.random.choice(living))
         elif what < 0.8:
             self._fault(self.random.choice(living), living)
-        elif what < 0.87:
+        elif what < 0.87 and not self.on_demand:
             self.do(ev.DrainRequested((), True))
             self.do(ev.DrainRequested((), False))
         elif what < 0.92:
@@ -446,11 +508,23 @@ class Play:
         active = state.domains.get(state.slots[SLOT].active or "")
         if active is None or active.state is not DomainState.ACTIVE:
             found.append("no domain is in use")
+        elif self.on_demand:
+            found += self._is_wrong_on_demand(active)
         homes = {p.lives for p in self.programs.values() if p.alive}
         for domain in state.domains.values():
             if domain.state not in IN_USE and domain.id not in homes and not self._waits_there(domain.id):
                 found.append(f"{domain.id} is left over, {domain.state}")
         return found
+
+    def _is_wrong_on_demand(self, active: Domain) -> list[str]:
+        """Return what a slot at rest lacks, or has although it has no client."""
+        state = self.world.state
+        slot = state.slots[SLOT]
+        if not state.clients:
+            kept = [name for name in (active.server and active.id, slot.spare) if name]
+            return [f"the idle slot keeps {kept}"] if kept else []
+        lacks = active.server is not None and state.policy.spare and slot.spare is None
+        return ["the slot in use has no standby domain"] if lacks and not slot.failures else []
 
     def _waits_there(self, domain: str) -> bool:
         """Return whether the state takes a program to be in this domain.

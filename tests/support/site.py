@@ -38,8 +38,8 @@ POLL_S = 0.01
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "tests" / "support" / "simclient.py")
 OTHER_UID = 65534
-DEFAULTS = MappingProxyType({"protect": ""})
-"""Settings of a site whose daemon has the protection level of a daemon without a configuration file."""
+DEFAULTS = MappingProxyType({"protect": "", "domains.start": ""})
+"""Settings of a site whose daemon protects, and starts servers, as one without a configuration file does."""
 
 
 def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
@@ -171,6 +171,7 @@ class Site:
             # Tests of open domains say so, and tests of the vault and of fail-over.
             "domains.private": "true",
             "protect": '"observe"',
+            "domains.start": '"at-once"',
         }
         lines = [f"{key} = {value}" for key, value in (top | self.settings).items() if value]
         self.config.write_text("\n".join(lines) + "\n")

@@ -21,7 +21,13 @@ from typing import Any
 import mpsd_client
 from tests.support.site import DEADLINE_S, ROOT, Program, Site, until
 
-SETTINGS = {"vault__enabled": "true", "failover__enabled": "true", "failover__driver": '"/bin/true"'}
+SETTINGS = {
+    "vault__enabled": "true",
+    "failover__enabled": "true",
+    "failover__driver": '"/bin/true"',
+    # An earlier version has no such key.
+    "domains__start": "",
+}
 SETTING = "set_default_active_thread_percentage 40"
 TOKEN = b"the secret of an upgrade test".ljust(32, b"\0")
 MIB = 1 << 20

@@ -26,3 +26,12 @@ def test_nobody_is_named_who_made_no_fault(piece: int) -> None:
     """Excluded: evidence of another fault names a client (1 of 2,000 plays); these seeds have none."""
     for seed in seeds(piece):
         assert Play(seed, apart=True).run() == [], f"seed {seed}"
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("piece", of(range(40), range(2)))
+def test_on_demand_no_client_is_without_a_domain_and_no_idle_slot_keeps_a_server(
+    piece: int, restarts: bool
+) -> None:
+    for seed in seeds(piece):
+        assert Play(seed, restarts=restarts, on_demand=True).run() == [], f"seed {seed}"

@@ -103,3 +103,79 @@ def test_what_the_control_daemon_raises_is_passed_on() -> None:
 def test_a_flood_of_text_is_cut() -> None:
     text = outcome(ends, "[2026-11-29 12:00:00.000 Server 77] Failed to start : " + "x" * 5000, EXITED)
     assert len(text) < 400
+
+
+BEGUN = "[2026-11-29 12:00:00.000 Control 70] Starting new server 77 for user 1000"
+
+
+class First:
+    """The first server of a control daemon. `told`: what was reported."""
+
+    def __init__(self, deadline_s: float = 20.0) -> None:
+        self.control, self.parser = Control(), LogParser()
+        self.told: list[tuple[str, ProcessInstance | None]] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+        stand_in: Any = self.control
+        self.server = startup.FirstServer(
+            stand_in,
+            deadline_s,
+            lambda why, server: self.told.append((why, server)),
+            lambda work: self.tasks.add(asyncio.ensure_future(work)),
+        )
+
+    def feed(self, *lines: str, private: bool = True) -> None:
+        for line in lines:
+            self.server.feed(self.parser.feed(line), private=private)
+
+    async def settled(self) -> list[tuple[str, ProcessInstance | None]]:
+        async with asyncio.timeout(10):
+            await asyncio.gather(*self.tasks)
+        return self.told
+
+
+def test_a_first_server_that_ends_is_quoted_once() -> None:
+    async def run() -> None:
+        first, process = First(), ProcessInstance(77, 1)
+        first.feed(BEGUN)
+        first.control.server = process
+        first.feed(FAILED)
+        first.control.server = None
+        first.server.ended(process)
+        first.feed(EXITED)
+        words = "server 77 ended with status 1: Failed to start : invalid argument"
+        assert await first.settled() == [(words, process)] and first.server.told
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("private", "told"), [(True, 1), (False, 0)])
+def test_an_unseen_server_counts_in_a_private_domain_alone(private: bool, told: int) -> None:
+    async def run() -> None:
+        first = First()
+        for _ in range(2):
+            first.feed(BEGUN, FAILED, EXITED, private=private)
+            assert len(await first.settled()) == told
+
+    asyncio.run(run())
+
+
+def test_the_end_of_another_server_is_no_failed_start() -> None:
+    async def run() -> None:
+        first = First()
+        first.feed(EXITED)
+        assert await first.settled() == []
+
+    asyncio.run(run())
+
+
+def test_a_first_server_that_hangs_is_reported_at_the_deadline() -> None:
+    async def run() -> None:
+        first, process = First(0.01), ProcessInstance(77, 1)
+        first.control.server = process
+        first.feed(BEGUN)
+        async with asyncio.timeout(10):
+            while not first.told:
+                await asyncio.sleep(0.001)
+        assert first.told == [("server 77 was not ACTIVE after 0.01 s", process)]
+
+    asyncio.run(run())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.base.model import ServerState
-from mpsd.core import domains
+from mpsd.core import domains, slots
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer
@@ -49,6 +49,25 @@ def on_server_seen(draft: Draft, event: ev.ServerSeen) -> None:
         problem = ""
     if replace(domain, problem=problem) != draft.state.domains[domain.id]:
         draft.put_domain(replace(domain, problem=problem))
+
+
+def on_start_failed(draft: Draft, event: ev.ServerStartFailed) -> None:
+    """Replace a domain with a server that failed for its first client.
+
+    The next domain starts together with its server, so mpsd learns of a further failure without a client.
+    """
+    domain = draft.state.domains.get(event.domain)
+    if domain is None or (event.server is not None and domain.server not in (None, event.server)):
+        return
+    former = event.server or domain.former_server
+    draft.put_domain(replace(domain, server=None, former_server=former, server_state=ServerState.GONE))
+    if domain.state not in HOSTING:
+        return
+    slot = draft.state.slots[domain.slot]
+    draft.put_slot(replace(slot, failures=slot.failures + 1))
+    draft.count("server_starts_failed")
+    draft.publish("server-start-failed", domain.uid, domain=domain.id, reason=event.reason)
+    domains.leave(draft, domain.id, DomainTrigger.SERVER_DIED)
 
 
 def on_server_died(draft: Draft, event: ev.ServerDied) -> bool:
@@ -118,6 +137,14 @@ def no_successor(draft: Draft, domain: Domain) -> None:
     lost = domain.server_lost if domain.server is None else None
     if lost is not None and draft.now - lost >= SUCCESSOR_S * 0.9:
         domains.leave(draft, domain.id, DomainTrigger.SERVER_DIED)
+
+
+def became_active(draft: Draft, domain: Domain) -> None:
+    """Start the standby domain of a slot that has its first client, and watch for the slot's idleness."""
+    slot = draft.state.slots[domain.slot]
+    if draft.state.policy.on_demand and slot.active == domain.id and not draft.state.adopting:
+        domains.ensure(draft, slot.id)
+        slots.watch_idle(draft, slot.id)
 
 
 def recovered(draft: Draft, domain: Domain) -> None:

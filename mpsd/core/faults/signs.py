@@ -388,7 +388,10 @@ def on_server_state(draft: Draft, event: ev.ServerStateSeen) -> None:
     domain = draft.state.domains.get(event.domain)
     if domain is None or domain.state is DomainState.STOPPING:
         return
+    before = domain.server_state
     domain = draft.put_domain(replace(domain, server_state=event.state))
+    if event.state is ServerState.ACTIVE and before is not ServerState.ACTIVE:
+        servers.became_active(draft, domain)
     if event.state is ServerState.FAULT:
         sign = Evidence(Source.SERVER_STATE, draft.now, "the control daemon reports the server in FAULT")
         domain_sign(draft, domain, sign)
