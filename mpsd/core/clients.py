@@ -231,7 +231,8 @@ def on_refused(draft: Draft, event: ev.ClientRefused) -> None:
     if domain is None:
         return
     if not event.full:
-        _refuse(draft, domain, event.pid)
+        if event.pid is not None:
+            _refuse(draft, domain, event.pid)
         return
     draft.put_domain(replace(domain, refused_full=domain.refused_full + 1))
     draft.count("clients_refused_full")

@@ -205,11 +205,11 @@ class ServerFatalLogged:
 class ClientRefused:
     """A domain could not take a new client, which saw error 807.
 
-    `full`: error 808, because its server had no place for another client.
+    `full`: error 808, because its server had no place for another client. The log does not say for which.
     """
 
     domain: str
-    pid: int
+    pid: int | None
     full: bool = False
 
 

@@ -325,10 +325,10 @@ class RunningDomains:
                 # The pid in the line often belongs to an innocent client: the line counts only as a sign of
                 # the fault.
                 self._callbacks.post(ev.ServerFatalLogged(host.name, line.text))
-            case mpslog.ClientRefused(pid=pid, status=mpslog.NOT_READY):
+            case mpslog.ClientRefused(pid=int(pid), status=mpslog.NOT_READY):
                 self._callbacks.post(ev.ClientRefused(host.name, pid))
-            case mpslog.ClientRefused(pid=pid, status=mpslog.MAX_CLIENTS):
-                self._callbacks.post(ev.ClientRefused(host.name, pid, full=True))
+            case mpslog.ClientRefused(status=mpslog.MAX_CLIENTS):
+                self._callbacks.post(ev.ClientRefused(host.name, None, full=True))
             case mpslog.ClientRefused(status=status):
                 # At most as many counters as cuda.h has errors: a user's server can write any number.
                 shown = status if status <= LARGEST_STATUS else "other"

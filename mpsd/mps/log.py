@@ -115,9 +115,12 @@ class ClientGone:
 
 @dataclass(frozen=True, slots=True)
 class ClientRefused:
-    """A client was turned away; status 807 means that the server is in FAULT or not ready."""
+    """A client was turned away; status 807 means that the server is in FAULT or not ready.
 
-    pid: int
+    `pid` is None for status 808, the server has no place: its line names no client.
+    """
+
+    pid: int | None
     status: int
 
 
@@ -338,6 +341,11 @@ _RULES: tuple[_Rule, ...] = (
         "failed to accept client",
         rf"Failed to accept client {_CLIENT} with status (?P<status>\d++)",
         lambda m: ClientRefused(_client(m)[0], _status(m)),
+    ),
+    _starts(
+        "failed to accept new client",
+        r"Failed to accept new client\. Maximum number of clients",
+        lambda m: ClientRefused(None, MAX_CLIENTS),
     ),
     # "recevie" is the spelling of driver 580. Older drivers name the client before it, or not at all.
     _has("failed to rece", r"failed to rece", _disconnected),

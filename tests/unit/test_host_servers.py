@@ -216,7 +216,7 @@ def test_a_refusal_by_a_full_server_is_posted(control: Control) -> None:
             domains._handle_line(domains._domains["d1"], log.LogLine("", "", None, "", event))
 
     refusals = [e for e in told(control, work) if isinstance(e, ev.ClientRefused)]
-    assert refusals == [ev.ClientRefused("d1", 7), ev.ClientRefused("d1", 7, full=True)]
+    assert refusals == [ev.ClientRefused("d1", 7), ev.ClientRefused("d1", None, full=True)]
 
 
 def test_a_log_that_asks_for_looks_all_the_time_gets_one_after_the_other(control: Control) -> None:

@@ -62,6 +62,10 @@ def events(lines: list[str]) -> list[Event]:
         ("Client process 33 disconnected", log.ClientGone(33)),
         ("Client {PID: 33, Context: 1} encountered a fatal GPU error.", log.BlamedClient(33, 1)),
         ("Failed to accept client {PID: 33, Context ID: 0} with status 807", log.ClientRefused(33, 807)),
+        (
+            "Failed to accept new client. Maximum number of clients (48) reached.",
+            log.ClientRefused(None, log.MAX_CLIENTS),
+        ),
         ("Client termination succeeded.", log.Termination(True)),
         ("Client termination failed with invalid device context.", log.Termination(False)),
         (

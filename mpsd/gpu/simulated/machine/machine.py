@@ -78,7 +78,7 @@ class Machine:
                 self.output.server_notice(server, {"event": "refused", "pid": pid})
                 raise Refused(semantics.SERVER_NOT_READY)
             if len(server.spaces) >= MAX_CLIENTS:
-                self.output.server_notice(server, {"event": "no place", "pid": pid})
+                self.output.server_notice(server, {"event": "no place", "pid": pid, "most": MAX_CLIENTS})
                 raise Refused(semantics.MAX_CLIENTS)
         elif not self._open_to_all(unit):
             raise Refused(semantics.DEVICES_UNAVAILABLE)

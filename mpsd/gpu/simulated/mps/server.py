@@ -91,9 +91,9 @@ class Server:
                 self._say(f"Server teardown in progress. Refusing to accept new client {name}")
                 self._say(f"Failed to accept client {name} with status 807")
             case "no place":
-                # The stock server's own words for this refusal were not seen: taken to be like those for 807.
-                name = f"{{PID: {notice['pid']}, Context ID: 0}}"
-                self._say(f"Failed to accept client {name} with status 808")
+                most = notice["most"]
+                self._say(f"Failed to accept new client. Maximum number of clients ({most}) reached.")
+                self._say(f"Client process {notice['pid']} disconnected")
             case "fault":
                 self._fault(notice)
             case "recovered":
