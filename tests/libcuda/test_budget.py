@@ -247,6 +247,43 @@ def test_a_limit_that_is_raised_is_used(
 
 
 @EXACT
+def test_small_operations_fit_under_the_limit_one_epoch_after_the_other(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """The buffers hold two of four snapshots, so each round ends epochs early. The program asks for more."""
+    line = post.greet(moving.EXACT, budget=BUDGET)
+    limit(line, 4 * MIB)
+    ask("small = [gpu.made('cuMemAlloc_v2', 2 << 20) for _ in range(4)]")
+    stand_by(line, second, copies)
+    for _ in range(3):
+        assert ask("[gpu.run('add', m, 8, 1) for m in small], gpu.sync()") == "([0, 0, 0, 0], 0)"
+        limit(line, 4 * MIB)
+    made = snapshots(ask)
+    assert made.left == 0 and made.saved >= 3 * 8 * MIB
+    assert ask("[gpu.run('add', m, 8, 1) for m in small], gpu.run('late', small[0], 8, 1)")
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.sync(), [gpu.word(m) for m in small]") == "(0, [5, 4, 4, 4])"
+    assert line.unsure == [] and any(want > 4 * MIB for _, want in line.held)
+    assert ask.end() == ""
+
+
+@SLOW_COPIES
+def test_a_capture_is_not_measured(post: Post, ask: Program) -> None:
+    """An epoch that ends while another stream captures says nothing about cost."""
+    line = post.greet(moving.EXACT, budget=BUDGET)
+    ask("m = gpu.made('cuMemAlloc_v2', 8 << 20); s = gpu.made('cuStreamCreate', 1); g = ctypes.c_uint64()")
+    ask("t = gpu.made('cuStreamCreate', 1); wait = lambda: gpu.code('cuStreamSynchronize', t)")
+    assert ask("gpu.code('cuStreamBeginCapture_v2', s, 2)") == "0"
+    assert ask("gpu.run('late', m, 8, 1, stream=t), wait()") == "(0, 0)"
+    assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(g))") == "0"
+    assert snapshots(ask) == Snapshots(0, 0, 0, 0, 0)
+    assert ask("gpu.run('late', m, 8, 1, stream=t), wait(), gpu.word(m)") == "(0, 0, 2)"
+    assert leaves(line).values[0] == TIME
+    assert ask.end() == ""
+
+
+@EXACT
 def test_buffers_beyond_a_lowered_limit_are_released(post: Post, ask: Program) -> None:
     line = post.greet(moving.EXACT, budget=0)
     ask("m = gpu.memory(2 << 20)")

@@ -93,9 +93,10 @@ static CUresult release_some(void)
 	return result;
 }
 
+/* If the mode has ended for another reason, epochs end no more, and nothing tells when a buffer is unused. */
 static bool is_beyond(void)
 {
-	return mpsd_undo_bytes() > most();
+	return mpsd_undo_bytes() > most() && (mpsd_exact() || atomic_load(&has_left));
 }
 
 static void *release(void *unused)

@@ -92,6 +92,8 @@ static bool is_open(const struct mpsd_proof *proof)
 {
 	bool is = false;
 
+	if (!proof->count)
+		return false;
 	mpsd_word_take(&mpsd_exact_lock);
 	for (unsigned int i = 0; i < proof->count && !mpsd_is_left(); i++)
 		is |= mpsd_lane_look(&mpsd_lanes[proof->wanted[i].lane]) < proof->wanted[i].number;

@@ -63,7 +63,7 @@ static inline CUresult mpsd_answered(CUresult result)
 /* After wrappers are installed, and before the program has a context. Once. */
 void mpsd_carry_install(void);
 
-/* The program has a context, and will not be exact: launches may go the short way. Once. */
+/* The program has a context, and will not be exact, or has ceased to be: launches may go the short way. */
 void mpsd_carry_plainly(void);
 
 static inline bool mpsd_is_forbidden(void)
