@@ -57,6 +57,7 @@ def test_no_program_is_lost_that_status_called_protected(libraries: Libraries, t
     found = command.Run(args, partial.append).run()
     assert reports.passed(found), [verdict for _, verdict in reports.verdicts(found)]
     assert [len(made["faults"]) for made in partial] == list(range(1, len(kinds) + 1))
+    assert not reports.passed(partial[-1])
     assert found["level"] == "failover" and "protect" not in found["settings"]
     fates = {
         fault["kind"]: [(p["called"], p["fate"]) for p in fault["programs"]] for fault in found["faults"]
