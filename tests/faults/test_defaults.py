@@ -142,6 +142,11 @@ def test_a_run_without_a_protected_program_proves_nothing() -> None:
     assert reports.passed(report(guarded, fault()))
 
 
+def test_programs_without_work_are_counted() -> None:
+    told = reports.summary(report(fault("trap", program(), program(idle=True))))
+    assert "protected by fail-over 2 times; 0 of these were lost. 1 times the program had no work" in told
+
+
 def test_faults_without_effect_are_few() -> None:
     silent = fault(offender_code=0, moves=0, classes=[])
     assert reports.passed(report(silent, fault(), fault(), fault()))
