@@ -27,6 +27,7 @@ def test_a_crowd_grows_and_no_protected_client_is_lost(
     found = command.run(args, partial.append)
     assert command.passed(found), command.verdicts(found)
     assert [len(made["rows"]) for made in partial] == [1, 2]
+    assert not command.passed(partial[-1])
     traps = [trap for row in found["rows"] for trap in row["traps"]]
     assert [(t["failover"], t["standby"], t["moved"], t["lost"], t["domains"]) for t in traps] == [
         (1, 1, 1, 0, 1),

@@ -57,6 +57,7 @@ def test_no_program_is_lost_that_status_called_protected(libraries: Libraries, t
     found = command.Run(args, partial.append).run()
     assert reports.passed(found), [verdict for _, verdict in reports.verdicts(found)]
     assert [len(made["faults"]) for made in partial] == list(range(1, len(kinds) + 1))
+    assert not reports.passed(partial[-1])
     assert found["level"] == "failover" and "protect" not in found["settings"]
     fates = {
         fault["kind"]: [(p["called"], p["fate"]) for p in fault["programs"]] for fault in found["faults"]
@@ -139,6 +140,11 @@ def test_a_run_without_a_protected_program_proves_nothing() -> None:
     assert dict(reports.verdicts(report(guarded, level="guard")))["the run"].startswith("unknown")
     assert not reports.passed(report(guarded, level="guard"))
     assert reports.passed(report(guarded, fault()))
+
+
+def test_programs_without_work_are_counted() -> None:
+    told = reports.summary(report(fault("trap", program(), program(idle=True))))
+    assert "protected by fail-over 2 times; 0 of these were lost. 1 times the program had no work" in told
 
 
 def test_faults_without_effect_are_few() -> None:

@@ -56,3 +56,19 @@ def test_calls_past_the_proxy_and_through_it_compute_the_same(
     capsys.readouterr()
     assert main(["render", str(target)]) == 0
     assert capsys.readouterr().out == text.read_text()
+
+
+def test_a_program_without_a_configuration_is_timed_under_a_daemon_of_its_own(
+    libraries: Libraries, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "report.json"
+    named = ("--libcuda", str(libraries.proxy), "--driver", str(libraries.standin))
+    asked = ("--programs", "calls", "--within", "--pairs", str(ROUNDS), "--json", str(target))
+    status = main(["proxy", "--backend", "simulated", "--modes", "auto", *named, *asked])
+    (entry,) = json.loads(target.read_text())["programs"]
+    assert status == 0, entry["findings"]
+    assert entry["proxied"]["failover"]["level"] == "failover"
+    assert entry["plain"]["digest"] == entry["proxied"]["digest"] != ""
+    assert "calls: status called it failover; a step took" in capsys.readouterr().out
+    assert main(["proxy", "--backend", "simulated", "--modes", "auto,exact", *named]) == 2
+    assert "run mode auto by itself" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,26 @@ def test_a_round_within_is_judged_in_place_of_those_between_processes() -> None:
     assert said(within(0.8))[0] is Verdict.VALID
     (between,) = [one for one in check(PAIR, bars=True) if one.law == "step time same"]
     assert between.verdict is Verdict.UNKNOWN
+
+
+def test_mode_auto_has_the_budget_of_saving_as_its_bar() -> None:
+    auto = {"mode": "auto", "step_bar": entries.step_bar("auto", "compiled")}
+    assert said(within(1.02, noise=1.008), **auto)[0] is Verdict.VALID
+    assert said(within(1.06), **auto)[0] is Verdict.INVALID
+    assert said(within(1.0, noise=1.02), **auto)[0] is Verdict.UNKNOWN
+
+
+def test_the_line_of_mode_auto_has_protection_and_interval() -> None:
+    found = within(1.01, 0.004)
+    shown = {"level": "guard", "why": "snapshot budget: needs 14 GiB, has 8", "cost_bytes": 0}
+    ratio, error = found.ratio(), found.error()
+    assert ratio is not None and error is not None
+    figures = {"within_ratio": asdict(ratio), "within_error": error}
+    entry = {"program": "mixed", "proxied": {"failover": shown}, "figures": figures}
+    line = reports.default_line(entry)
+    assert line.startswith(f"mixed: status called it guard ({shown['why']}); a step took 1.0100 of the time")
+    assert f"{1.01 - error:.4f} to {1.01 + error:.4f}" in line and "the limit is 1.03" in line
+    assert reports.default_line({**entry, "figures": {}}).endswith("has 8).")
 
 
 def test_a_trainings_bar_is_a_trainings_within_a_process_too() -> None:

@@ -25,6 +25,7 @@ from mpsd.base.errors import MpsdError, UsageError
 KIND, SCHEMA_VERSION = "crowd", 1
 CLIENTS = [1, 12, 48, 100]
 TRAPS = 3
+ENDED_EARLY = "the run ended before all rows"
 SCHEMA: Mapping[str, tuple[type, ...]] = {
     **schema.ENVELOPE,
     "rows": (list,),  # of Row
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace, deliver_partial: Callable[[dict[str, Any]], No
                     crowd.start()
                     for clients in args.clients:
                         found.append(asdict(crowd.row(clients, args.traps)))
-                        deliver_partial(report())
+                        deliver_partial({**report(), "problem": ENDED_EARLY})
                     problem = crowd.end()
                 except MpsdError as error:
                     problem = f"{error}; mpsd: {rig.mpsd.tail()[-300:]}"

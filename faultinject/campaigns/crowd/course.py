@@ -73,6 +73,7 @@ class Crowd(Rounds):
         super().__init__(rig, libraries, tell)
         self._end = end
         self._started = 0
+        self._refusal = ""
 
     def start(self) -> None:
         self._start_bystander()
@@ -85,7 +86,8 @@ class Crowd(Rounds):
                 row.traps.append(self._trap(row, f"offender-{clients}-{number}"))
                 self._tell(f"{clients} clients, trap {number + 1}/{traps}: {row.traps[-1]}")
         except (DeadlineError, MpsdError) as error:
-            row.problem = str(error)
+            refusal = f"; the last refused start: {self._refusal}" if row.refused else ""
+            row.problem = f"{error}{refusal}"
             self._tell(f"{clients} clients: {row.problem}")
         return row
 
@@ -142,8 +144,9 @@ class Crowd(Rounds):
                     self._servers.append(worker)
                     continue
                 row.refused += 1
+                self._refusal = self._describe_lost(worker)
                 if not self._servers and row.refused > BATCH:
-                    raise DeadlineError(self._describe_lost(worker))
+                    raise DeadlineError("no client starts")
                 worker.end()
 
     def _start_client(self) -> Worker:
@@ -194,13 +197,15 @@ class Crowd(Rounds):
 
     def _survey(self) -> tuple[list[Worker], int]:
         """Return the lost clients, which leave the crowd, and how many have wrong results."""
-        reports = self._ask_reports()
-        lost = [worker for worker, report in reports if report is None]
-        wrong = sum(bool(report and report["wrong"]) for _, report in reports)
+        first = self._ask_reports()
+        # A client may answer before the step in which it meets its error.
+        second = self._ask_reports()
+        lost = [worker for worker, report in second if report is None]
+        wrong = {worker.name for worker, report in (*first, *second) if report and report["wrong"]}
         for worker in lost:
             worker.end()
         self._servers = [worker for worker in self._servers if worker not in lost]
-        return lost, wrong
+        return lost, len(wrong)
 
     def end(self) -> str:
         """Stop all clients. Raises DeadlineError for a bystander that does not answer."""

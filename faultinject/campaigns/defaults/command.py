@@ -30,14 +30,16 @@ PROGRAMS = {
 CONFIGURED = ("zone_absorb", "zone_freeze", "zone_restart", "zone_sparse", "zone_host")
 """Zone kinds that need a configuration, or a death of mpsd."""
 KINDS = (
-    *(kind for kind in kinds.ZONE if kind not in CONFIGURED),
+    *(kind for kind in reports.ABSORBED if kind not in CONFIGURED),
     *kinds.MMU,
     *kinds.SM,
     "wild_call",
     *kinds.ENGINE,
     "server_death",
+    *kinds.DISTANT,
 )
-"""Zone kinds come first: programs without fail-over live through them."""
+"""Kinds that zones absorb come first: programs without fail-over live through them."""
+ENDED_EARLY = "the run ended before all faults"
 OFTEN = {"failover.per_minute": "1000"}
 """The faults of a run come more often than a program may move by default. Every other key has its default."""
 
@@ -78,7 +80,7 @@ class Run:
         for kind in self._args.kinds:
             fault = rounds.inject(kind, self._args.deadline)
             self._found["faults"].append(asdict(fault))
-            self._deliver_partial(self.report())
+            self._deliver_partial({**self.report(), "problem": ENDED_EARLY})
         self._found["problem"] = rounds.end()
 
     def report(self) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def add_parser(commands: Any, types: Any) -> None:
     parser = commands.add_parser(
         "defaults", help="one fault of each kind beside programs, mpsd not configured"
     )
-    types.proxied_runs(parser, "run", deadline=30.0, limited="the programs after each fault")
+    types.proxied_runs(parser, "run", deadline=20.0, limited="the programs after each fault")
     parser.add_argument("--kinds", type=types.names, default=list(KINDS), help=f"of: {', '.join(KINDS)}")
     help_text = "started by mpsd-run and by mpsd-ctl env in turn (default: by the backend)"
     parser.add_argument("--programs", type=types.names, default=[], help=help_text)

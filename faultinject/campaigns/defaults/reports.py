@@ -145,11 +145,13 @@ def summary(report: Mapping[str, Any]) -> str:
     seen = [program for fault in report["faults"] for program in fault["programs"]]
     called = [program for program in seen if program["called"] == FAILOVER]
     lost = sum(program["fate"] == Fate.LOST for program in called)
+    idle = sum(program["idle"] for program in called)
+    without_work = f" {idle} times the program had no work at that moment." if idle else ""
     stalls = [fault["gpu_stall"] for fault in report["faults"] if fault["gpu_stall"] is not None]
     gpu = f" The GPU itself stood still for {median(stalls):.1f} ms at the median." if stalls else ""
     return (
         f"{len(report['faults'])} faults. Status called a program protected by fail-over {len(called)} "
-        f"times; {lost} of these were lost.{gpu}"
+        f"times; {lost} of these were lost.{without_work}{gpu}"
     )
 
 

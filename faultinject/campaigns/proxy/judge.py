@@ -318,7 +318,7 @@ def _same_within(within: Within, pair: Pair) -> Judgement:
     if not within.functions and pair.mode != "forward":
         return unknown("no function that went past the proxy is the proxy's own")
     off = abs(noise.median - 1)
-    if off > STEP_BAR * NOISE_SHARE:
+    if off > NOISE_SHARE * (DEFAULT_BAR if pair.mode == AUTO else STEP_BAR):
         return unknown(f"past the proxy one block took {noise.median:.4f} of another's time")
     doubt = max(ERRORS * standard_error(found, rounds), off)
     text = f"through the proxy a step took {found.median:.4f} of the time past it, known to {doubt:.4f}"

@@ -411,9 +411,9 @@ def run_programs(
     tell: Any,
 ) -> list[dict[str, Any]]:
     """Run all programs, one after another, each under the deadline. The rig's daemon has the vault on."""
-    wait_for_standby(rig)
     # An idle client that stays: the cost of a server's first client belongs to no pair.
     rig.spawn("anchor", "idlers", "--clients", "1").require("ready", timeout=UP_S)
+    wait_for_standby(rig)
     # All start at once and wait for their turn, so that the time of imports is spent once.
     groups = [Group(rig, libraries, work, seed, modes, rounds, cores) for work in works]
     found = []
