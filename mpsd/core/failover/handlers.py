@@ -271,7 +271,7 @@ def on_exceeds(draft: Draft, event: mev.MemberExceeds) -> None:
     if participant.excess is None:
         draft.count("failover_budgets_exceeded")
         draft.publish("failover-left", participant.uid, pid=event.process.pid, reason=event.excess.why)
-    left = replace(participant, excess=event.excess, cost=None, wants=0, capped=None, bytes=0)
+    left = replace(participant, excess=event.excess, cost=None, capped=None, bytes=0)
     draft.put_participant(left)
     budgets.shrink(draft, event.process)
     if participant.standing in OFFERED:
