@@ -185,8 +185,8 @@ void mpsd_exact_lose_room(void)
 	const char *why = OPEN_ROOM;
 
 	mpsd_word_take(&mpsd_exact_lock);
-	chunk_count = 0;
-	atomic_store(&held, 0);
+	while (chunk_count)
+		atomic_fetch_sub(&held, chunks[--chunk_count].size);
 	mpsd_chunks_empty();
 	if (!mpsd_epoch.unsure && !mpsd_lanes_all_proven())
 		__atomic_store_n(&mpsd_epoch.unsure, why, __ATOMIC_RELAXED);

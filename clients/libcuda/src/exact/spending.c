@@ -126,7 +126,7 @@ static void judge(uint64_t added_ns)
 
 void mpsd_spending_end(uint64_t operations)
 {
-	uint64_t now = mpsd_now_ns(), looked_at = atomic_load(&looked_at_ns), added_ns;
+	uint64_t now, looked_at = atomic_load(&looked_at_ns), added_ns;
 	bool is_forced = mpsd_thread.is_forced;
 
 	/* Captured work does not run, so an epoch with a capture says nothing about cost. */
@@ -134,6 +134,7 @@ void mpsd_spending_end(uint64_t operations)
 		begin_anew();
 		return;
 	}
+	now = mpsd_now_ns();
 	period.forced += is_forced && operations;
 	period.length_ns = now - began_ns;
 	if (is_forced && period.length_ns < LONG_NS)

@@ -209,6 +209,18 @@ static bool stand_down(const struct mpsd_failover_message *order)
 	return true;
 }
 
+/* Tell the daemon before the standby context ends, so that it does not move the program there. */
+static bool follow_budgets(void)
+{
+	bool is = mpsd_budgets_tell();
+
+	if (is && mpsd_leave_has() && generation) {
+		end_standby();
+		generation = 0;
+	}
+	return is;
+}
+
 static bool obey(const struct mpsd_failover_message *order)
 {
 	if (order->magic != MPSD_FAILOVER_MAGIC || order->version != MPSD_FAILOVER_VERSION ||
@@ -224,7 +236,7 @@ static bool obey(const struct mpsd_failover_message *order)
 		mpsd_budgets_welcome(atomic_load(&line), order);
 		if (mode != MPSD_FAILOVER_EXACT)
 			mpsd_exact_stop("mode keep in the daemon's configuration");
-		return mpsd_budgets_tell();
+		return follow_budgets();
 	case MPSD_FAILOVER_STANDBY:
 		return stand_by(order);
 	case MPSD_FAILOVER_STAND_DOWN:
@@ -236,7 +248,7 @@ static bool obey(const struct mpsd_failover_message *order)
 	case MPSD_FAILOVER_FENCED:
 		return mpsd_fence_told(order->generation), true;
 	case MPSD_FAILOVER_LIMIT:
-		return mpsd_budgets_limit(order), mpsd_budgets_tell();
+		return mpsd_budgets_limit(order), follow_budgets();
 	case MPSD_FAILOVER_GIVE:
 	case MPSD_FAILOVER_ROOM:
 		return mpsd_room_told(order), true;
@@ -264,18 +276,6 @@ static bool give_room(void)
 	if (why)
 		mpsd_room_is_given(goes);
 	return is && mpsd_room_tell(atomic_load(&line));
-}
-
-/* The daemon hears of it first, so that it moves the program no more. */
-static bool follow_budgets(void)
-{
-	bool is = mpsd_budgets_tell();
-
-	if (is && mpsd_leave_has() && generation) {
-		end_standby();
-		generation = 0;
-	}
-	return is;
 }
 
 static bool follow(struct mpsd_told *told)
