@@ -472,7 +472,8 @@ def test_the_ones_with_a_standby_context_keep_it_over_a_fault() -> None:
     assert fate.why == "its GPU has no more than 2 standby contexts"
     world.moved(10, 2)
     world.moved(11, 2)
-    world.die(12)
+    # They have none before the next standby domain runs, and keep their places.
+    assert capped(world) == {12} and world.with_standby() == {10, 11}
     world.started("d3")
     assert set(world.offered()) == {10, 11}
 
@@ -485,6 +486,16 @@ def test_standby_contexts_of_an_earlier_daemon_count_before_their_programs_conne
     assert new.offered() == [] and capped(new) == {12}
     new.greet(10)
     assert new.offered() == [10]
+
+
+def test_a_program_that_is_not_connected_keeps_its_place_while_it_has_a_standby_context() -> None:
+    world = Node(replace(ON, standby_contexts=1)).takes_part(10, 11).are_ready(10)
+    world.do(mev.MemberLeft(process(10)))
+    assert world.offered() == [] and world.with_standby() == {10}
+    world.greet(10, FailoverMode.OFF)
+    assert world.offered() == [] and world.with_standby() == {10}
+    world.die(10)
+    assert world.offered() == [11]
 
 
 def test_a_standby_context_on_two_gpus_counts_on_each() -> None:

@@ -20,7 +20,7 @@ from mpsd.base.model import FailoverMode, ProcessInstance
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, LimitSnapshots
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.participants import Participant, SnapshotLimit, Standing
+from mpsd.core.failover.participants import Participant, SnapshotLimit
 from mpsd.core.state import State
 
 POOL_SHARE = 8
@@ -32,8 +32,6 @@ TIME_BUDGET = 30
 
 SETTLE, SETTLE_S = "failover-buffers", 10.0
 """Timer [s]: a participant that has connected again and has not said what it holds by then holds nothing."""
-
-_WITH_STANDBY = frozenset({Standing.OFFERED, Standing.READY, Standing.MOVING})
 
 
 def gpus_of(state: State, participant: Participant) -> frozenset[str]:
@@ -197,11 +195,11 @@ def contexts_on(state: State, gpu: str) -> tuple[int, int]:
 
 
 def standbys_on(state: State, gpu: str) -> frozenset[ProcessInstance]:
-    """Return the processes that have a standby context on this GPU, or were offered one."""
+    """Return the processes that have a standby context on this GPU, or get their next one."""
     here = {d.id for d in state.domains.values() if gpu in d.gpus and not d.is_dead}
     known = [m for m in state.members.values() if m.home is not None]
-    offered = {m.process for m in known if m.standing in _WITH_STANDBY and gpu in gpus_of(state, m)}
+    placed = {m.process for m in known if m.placed and gpu in gpus_of(state, m)}
     contexts = {(c.id.process, c.id.domain) for c in state.clients.values() if c.living}
     homes = {m.process: m.home for m in known if (m.process, m.home) in contexts}
     idle = {p for p, domain in contexts if domain in here and homes.get(p, domain) != domain}
-    return frozenset(offered | idle)
+    return frozenset(placed | idle)

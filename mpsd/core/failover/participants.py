@@ -160,6 +160,7 @@ class Participant:
       - `cost`: what saving costs it, as it reported last.
       - `excess`: the budget that it exceeds: it takes no part any more, and runs on.
       - `capped`: the GPU with too many standby contexts for one more.
+      - `placed`: it counts among the standby contexts of its GPUs, between a move and its next one too.
     """
 
     process: ProcessInstance
@@ -198,6 +199,7 @@ class Participant:
     cost: SavingCost | None = None
     excess: Excess | None = None
     capped: str | None = None
+    placed: bool = False
 
     @property
     def persistent_fields(self) -> tuple[object, ...]:
