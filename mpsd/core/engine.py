@@ -99,6 +99,7 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "failover-gather": serialreplay.on_gathered,
     "failover-last": serialreplay.on_last,
     "standby-linger": handlers.on_linger,
+    budgets.SETTLE: budgets.on_settle,
     memory.WAIT: memory.on_wait,
     memory.BACK: memory.on_reoffer,
 }

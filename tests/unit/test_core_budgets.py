@@ -14,7 +14,7 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.failover import budgets
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.budgets import FIRST_SHARE, POOL_SHARE, TIME_BUDGET
+from mpsd.core.failover.budgets import FIRST_SHARE, POOL_SHARE, SETTLE, TIME_BUDGET
 from mpsd.core.failover.participants import Excess, Outcome, SavingCost, SnapshotLimit, Standing
 from mpsd.core.state import DomainState, Policy
 from tests.support.core import GPU, UID, facts, process
@@ -112,13 +112,14 @@ def test_programs_without_budgets_get_no_limit() -> None:
     assert world.state.counters["failover_words_ignored"] == 1
 
 
-def test_a_wish_is_met_from_what_has_no_limit() -> None:
+def test_a_wish_is_met_from_what_has_no_limit_first() -> None:
     world = Node().takes_part(10, 11)
-    assert world.holds(10, 0, 5 * GIB) == {10: 5 * GIB}
-    assert world.holds(10, 5 * GIB) == {}
-    # The pool has no more than this: it is granted as far as it goes, and the others keep theirs.
-    assert world.holds(10, 5 * GIB, 40 * GIB) == {10: POOL - FIRST}
+    assert world.holds(10, 0, POOL - FIRST) == {10: POOL - FIRST}
+    assert world.holds(10, POOL - FIRST) == {}
     assert world.limit(11) == FIRST
+    # A wish beyond the pool is met as far as possible.
+    world.holds(11, GIB // 4)
+    assert world.holds(10, POOL - FIRST, 4 * POOL) == {10: POOL - GIB // 4, 11: GIB // 4}
 
 
 def test_a_wish_that_cannot_be_met_is_answered_with_the_same_limit() -> None:
@@ -131,19 +132,26 @@ def test_a_wish_that_cannot_be_met_is_answered_with_the_same_limit() -> None:
 
 def test_a_wish_takes_what_others_do_not_hold_most_from_the_one_with_most() -> None:
     world = Node().takes_part(10, 11, 12)
-    world.holds(10, 0, 8 * GIB)
-    world.holds(11, 0, 6 * GIB)
-    # Both were granted that for a save that has not been made yet.
-    assert world.holds(12, 0, 8 * GIB) == {12: 2 * GIB}
-    world.holds(10, 1 * GIB)
-    world.holds(11, 5 * GIB)
+    for pid, granted, held in ((10, 8, 1), (11, 6, 5), (12, 2, 2)):
+        world.holds(pid, 0, granted * GIB)
+        world.holds(pid, held * GIB)
     assert world.holds(12, 2 * GIB, 8 * GIB) == {10: 2 * GIB, 12: 8 * GIB}
-    assert world.holds(12, 8 * GIB, 11 * GIB) == {12: 8 * GIB}, "9 GiB would not help it"
-    assert world.limit(10) == 2 * GIB
-    assert world.holds(12, 8 * GIB, 10 * GIB) == {10: 1 * GIB, 11: 5 * GIB, 12: 10 * GIB}
+    assert world.holds(12, 8 * GIB, 11 * GIB) == {10: 1 * GIB, 11: 5 * GIB, 12: 10 * GIB}
+    assert world.holds(12, 8 * GIB, 11 * GIB) == {12: 10 * GIB}
 
 
-def test_more_than_the_limit_is_released_by_the_program() -> None:
+def test_a_participant_that_says_nothing_of_its_buffers_after_a_restart_has_none() -> None:
+    world = Node().takes_part(10)
+    world.holds(10, 4 * GIB, 4 * GIB)
+    world.leaves(10)
+    new = world.restarted()
+    assert budgets.free(new.state, GPU) == POOL - 4 * GIB
+    new.greet(10)
+    new.timer(SETTLE, process(10))
+    assert budgets.free(new.state, GPU) == POOL
+
+
+def test_a_program_that_holds_more_than_can_be_granted_is_told_to_release_it() -> None:
     world = Node().takes_part(10, 11)
     world.holds(10, POOL - FIRST, POOL - FIRST)
     assert world.holds(11, 3 * GIB) == {11: FIRST}
@@ -271,6 +279,10 @@ class Limits(RuleBasedStateMachine):
         self.do(ev.ClientDied(process(pid)))
         for known in (self.told, self.held, self.said):
             known.pop(pid, None)
+
+    @rule(pid=pids)
+    def time_passes(self, pid: int) -> None:
+        self.do(ev.TimerFired(SETTLE, str(process(pid))))
 
     @rule()
     def is_saved(self) -> None:
@@ -460,7 +472,8 @@ def test_the_ones_with_a_standby_context_keep_it_over_a_fault() -> None:
     assert fate.why == "its GPU has no more than 2 standby contexts"
     world.moved(10, 2)
     world.moved(11, 2)
-    world.die(12)
+    # They have none before the next standby domain runs, and keep their places.
+    assert capped(world) == {12} and world.with_standby() == {10, 11}
     world.started("d3")
     assert set(world.offered()) == {10, 11}
 
@@ -473,6 +486,16 @@ def test_standby_contexts_of_an_earlier_daemon_count_before_their_programs_conne
     assert new.offered() == [] and capped(new) == {12}
     new.greet(10)
     assert new.offered() == [10]
+
+
+def test_a_program_that_is_not_connected_keeps_its_place_while_it_has_a_standby_context() -> None:
+    world = Node(replace(ON, standby_contexts=1)).takes_part(10, 11).are_ready(10)
+    world.do(mev.MemberLeft(process(10)))
+    assert world.offered() == [] and world.with_standby() == {10}
+    world.greet(10, FailoverMode.OFF)
+    assert world.offered() == [] and world.with_standby() == {10}
+    world.die(10)
+    assert world.offered() == [11]
 
 
 def test_a_standby_context_on_two_gpus_counts_on_each() -> None:

@@ -2,12 +2,11 @@
 
 Memory. The snapshot buffers of all participants on a GPU share a pool, an eighth of the GPU's memory. Each
 participant has a limit. Its first limit is a sixteenth of the pool. A participant that wants more gets it
-from the rest of the pool, then from participants that hold less than their limits. Limits of the latter are
-lowered only if the wish is then met in full: a program that gets less leaves fail-over anyway.
+from the rest of the pool, then from participants that hold less than their limits.
 
 Invariants: the limits on a GPU never exceed its pool. No limit is lowered below what its participant holds,
-or asked for last. The limit of a participant that has ended, or has left fail-over and released its buffers,
-is free again.
+as it said. The limit of a participant that has ended, or has left fail-over and released its buffers, is free
+again.
 
 Standby contexts. The GPU stands still at an SM exception for longer the more contexts it has, so their number
 has a limit. A participant beyond it waits until another one's standby context ends.
@@ -19,9 +18,9 @@ from dataclasses import replace
 
 from mpsd.base.model import FailoverMode, ProcessInstance
 from mpsd.core.draft import Draft
-from mpsd.core.effects import LimitSnapshots
+from mpsd.core.effects import ArmTimer, LimitSnapshots
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.participants import Participant, SnapshotLimit, Standing
+from mpsd.core.failover.participants import Participant, SnapshotLimit
 from mpsd.core.state import State
 
 POOL_SHARE = 8
@@ -31,7 +30,8 @@ FIRST_SHARE = 16
 TIME_BUDGET = 30
 """Thousandths of an epoch that saving may add. A program that exceeds them leaves by itself."""
 
-_WITH_STANDBY = frozenset({Standing.OFFERED, Standing.READY, Standing.MOVING})
+SETTLE, SETTLE_S = "failover-buffers", 10.0
+"""Timer [s]: a participant that has connected again and has not said what it holds by then holds nothing."""
 
 
 def gpus_of(state: State, participant: Participant) -> frozenset[str]:
@@ -74,13 +74,13 @@ def grant_first(draft: Draft, process: ProcessInstance) -> None:
     first = min(pool(draft.state, gpu) for gpu in gpus) // FIRST_SHARE
     size = min(max(first, participant.held or 0), _free_on(draft.state, gpus))
     _set(draft, participant, SnapshotLimit(size, gpus))
-    if participant.wants > size:
-        _raise(draft, draft.state.members[process], participant.wants)
 
 
 def repeat(draft: Draft, process: ProcessInstance) -> None:
     """Tell a participant on a new connection the limit that it has."""
     participant = draft.state.members[process]
+    if participant.held is None:
+        draft.emit(ArmTimer(SETTLE, str(process), SETTLE_S))
     if participant.limit is not None and has_limit(participant):
         draft.emit(LimitSnapshots(process, participant.limit.bytes))
 
@@ -100,7 +100,7 @@ def on_holds(draft: Draft, event: mev.MemberHolds) -> None:
     if participant is None or not participant.budgets:
         draft.count("failover_words_ignored")
         return
-    participant = draft.put_participant(replace(participant, held=event.held, wants=event.wants))
+    participant = draft.put_participant(replace(participant, held=event.held))
     if participant.limit is None:
         return
     if not has_limit(participant):
@@ -109,45 +109,51 @@ def on_holds(draft: Draft, event: mev.MemberHolds) -> None:
         _raise(draft, participant, max(event.held, event.wants))
 
 
+def on_settle(draft: Draft, subject: str) -> None:
+    """Take the buffers of a participant that has said nothing of them for empty."""
+    for participant in tuple(draft.state.members.values()):
+        silent = participant.held is None and participant.connected
+        if silent and str(participant.process) == subject:
+            on_holds(draft, mev.MemberHolds(participant.process, 0))
+
+
 def shrink(draft: Draft, process: ProcessInstance) -> None:
     """Take back the limit of a participant that has left fail-over, down to what it has not released yet."""
     participant = draft.state.members[process]
     if participant.limit is not None:
-        limit = replace(participant.limit, bytes=_floor(replace(participant, wants=0)))
-        draft.put_participant(replace(participant, limit=limit if limit.bytes else None, wants=0))
+        limit = replace(participant.limit, bytes=_floor(participant))
+        draft.put_participant(replace(participant, limit=limit if limit.bytes else None))
 
 
 def _raise(draft: Draft, participant: Participant, wanted: int) -> None:
-    """Raise a limit to `wanted`, or as far as possible without others, and tell the participant."""
+    """Raise a limit to `wanted`, or as far as the pools allow, and tell the participant."""
     limit = participant.limit
     if limit is None:
         return
-    for other, size in _lowered(draft.state, participant, wanted - limit.bytes).items():
-        lowered = draft.state.members[other]
-        if lowered.limit is not None:
-            _set(draft, lowered, replace(lowered.limit, bytes=size))
-    more = min(wanted - limit.bytes, _free_on(draft.state, limit.gpus))
+    most = min(_to_be_had(draft.state, participant, gpu) for gpu in limit.gpus)
+    more = max(0, min(wanted - limit.bytes, most))
+    for gpu in sorted(limit.gpus):
+        _lower_others(draft, participant, gpu, more)
     _set(draft, participant, replace(limit, bytes=limit.bytes + more))
 
 
-def _lowered(state: State, participant: Participant, more: int) -> dict[ProcessInstance, int]:
-    """Return the lower limits of other participants that free `more` bytes on all GPUs of this one.
+def _others_on(state: State, participant: Participant, gpu: str) -> list[Participant]:
+    here = (m for m in state.members.values() if m.limit is not None and gpu in m.limit.gpus)
+    return [m for m in here if m.process != participant.process]
 
-    Empty if that is not needed, or not possible.
-    """
-    found: dict[ProcessInstance, int] = {}
-    for gpu in sorted(participant.limit.gpus if participant.limit is not None else ()):
-        here = [m for m in state.members.values() if m.limit is not None and gpu in m.limit.gpus]
-        sizes = {m: found.get(m.process, _size(m)) for m in here if m.process != participant.process}
-        short = more - free(state, gpu) - sum(_size(m) - size for m, size in sizes.items())
-        for other in sorted(sizes, key=lambda m: (_floor(m) - sizes[m], m.process.pid)):
-            part = min(max(0, short), sizes[other] - _floor(other))
-            if part > 0:
-                found[other.process] = sizes[other] - part
-                short -= part
-        if short > 0:
-            return {}
-    return found
+
+def _to_be_had(state: State, participant: Participant, gpu: str) -> int:
+    """Return how many bytes on a GPU have no limit, or are not held by other participants."""
+    return free(state, gpu) + sum(_size(m) - _floor(m) for m in _others_on(state, participant, gpu))
+
+
+def _lower_others(draft: Draft, participant: Participant, gpu: str, more: int) -> None:
+    """Lower limits on a GPU until `more` bytes are free, first that of the participant with most to spare."""
+    others = _others_on(draft.state, participant, gpu)
+    for other in sorted(others, key=lambda m: (_floor(m) - _size(m), m.process.pid)):
+        part = min(more - free(draft.state, gpu), _size(other) - _floor(other))
+        if part > 0 and other.limit is not None:
+            _set(draft, other, replace(other.limit, bytes=other.limit.bytes - part))
 
 
 def _size(participant: Participant) -> int:
@@ -155,13 +161,13 @@ def _size(participant: Participant) -> int:
 
 
 def _floor(participant: Participant) -> int:
-    """Return what a participant's limit must leave it: its buffers, and what it was granted for a save.
+    """Return what a participant's limit must leave it: its buffers.
 
     All of it while the buffers are not known: it may fill them while it is not connected.
     """
     if participant.held is None or not participant.connected:
         return _size(participant)
-    return min(_size(participant), max(participant.held, participant.wants))
+    return min(_size(participant), participant.held)
 
 
 def _set(draft: Draft, participant: Participant, limit: SnapshotLimit) -> None:
@@ -189,11 +195,11 @@ def contexts_on(state: State, gpu: str) -> tuple[int, int]:
 
 
 def standbys_on(state: State, gpu: str) -> frozenset[ProcessInstance]:
-    """Return the processes that have a standby context on this GPU, or were offered one."""
+    """Return the processes that have a standby context on this GPU, or get their next one."""
     here = {d.id for d in state.domains.values() if gpu in d.gpus and not d.is_dead}
     known = [m for m in state.members.values() if m.home is not None]
-    offered = {m.process for m in known if m.standing in _WITH_STANDBY and gpu in gpus_of(state, m)}
+    placed = {m.process for m in known if m.placed and gpu in gpus_of(state, m)}
     contexts = {(c.id.process, c.id.domain) for c in state.clients.values() if c.living}
     homes = {m.process: m.home for m in known if (m.process, m.home) in contexts}
     idle = {p for p, domain in contexts if domain in here and homes.get(p, domain) != domain}
-    return frozenset(offered | idle)
+    return frozenset(placed | idle)

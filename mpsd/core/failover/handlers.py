@@ -44,6 +44,7 @@ def on_came(draft: Draft, event: mev.MemberCame) -> None:
         fresh = replace(fresh, again=known.again, guessed=known.guessed, owed=known.owed)
         fresh = replace(fresh, slow=known.slow, since=known.since)
         fresh = replace(fresh, held=None, limit=known.limit, cost=known.cost, excess=known.excess)
+        fresh = replace(fresh, placed=known.placed)
     if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:
         fresh = replace(fresh, standing=Standing.LEFT_BEHIND, reason=known.reason)
     draft.put_participant(fresh)
@@ -106,7 +107,8 @@ def on_left(draft: Draft, event: mev.MemberLeft) -> None:
     if not any(c.living for c in draft.state.spaces_of(event.process)):
         ended(draft, event.process)
         return
-    disconnected = replace(participant, connected=False)
+    # Its standby context counts for as long as it is a client.
+    disconnected = replace(participant, connected=False, placed=False)
     if participant.standing in OFFERED:
         disconnected = replace(disconnected, standing=Standing.WAITING, generation=0)
     draft.put_participant(disconnected)
@@ -199,7 +201,7 @@ def on_ready(draft: Draft, event: mev.MemberReady) -> None:
     # A new standby context may be asked for, whatever became of the former one.
     yields = participant.yields if participant.standing is Standing.READY else None
     ready = replace(participant, standing=Standing.READY, reason="", bytes=event.bytes, yields=yields)
-    draft.put_participant(replace(ready, ready_ms=round(event.after_ns / 1e6, 3)))
+    draft.put_participant(replace(ready, ready_ms=round(event.after_ns / 1e6, 3), placed=True))
     refresh(draft, event.process)
     serialreplay.start_next_turn(draft, participant.home)
 
@@ -209,7 +211,8 @@ def on_unready(draft: Draft, event: mev.MemberUnready) -> None:
     if participant is not None and participant.standing is Standing.MOVING:
         _was_not_ready(draft, participant, event.reason)
     elif participant is not None and participant.standing in OFFERED:
-        draft.put_participant(replace(participant, standing=Standing.UNREADY, reason=event.reason, bytes=0))
+        unready = replace(participant, standing=Standing.UNREADY, reason=event.reason, bytes=0)
+        draft.put_participant(replace(unready, placed=False))
         serialreplay.start_next_turn(draft, participant.home)
         if event.for_memory:
             memory.offer_again_later(draft, participant)
@@ -241,7 +244,8 @@ def on_opaque(draft: Draft, event: mev.MemberOpaque) -> None:
         return
     participant = replace(participant, opaque=(*participant.opaque, event.name))
     if participant.standing in OFFERED:
-        participant = replace(participant, standing=Standing.UNREADY, reason=f"the client uses {event.name}")
+        unready = replace(participant, standing=Standing.UNREADY, reason=f"the client uses {event.name}")
+        participant = replace(unready, placed=False)
     draft.put_participant(participant)
     serialreplay.start_next_turn(draft, participant.home)
 
@@ -271,7 +275,7 @@ def on_exceeds(draft: Draft, event: mev.MemberExceeds) -> None:
     if participant.excess is None:
         draft.count("failover_budgets_exceeded")
         draft.publish("failover-left", participant.uid, pid=event.process.pid, reason=event.excess.why)
-    left = replace(participant, excess=event.excess, cost=None, wants=0, capped=None, bytes=0)
+    left = replace(participant, excess=event.excess, cost=None, capped=None, placed=False, bytes=0)
     draft.put_participant(left)
     budgets.shrink(draft, event.process)
     if participant.standing in OFFERED:

@@ -156,11 +156,11 @@ class Participant:
     Budgets (budgets.py):
       - `budgets`: it keeps the budgets of mode exact.
       - `held`: bytes in its snapshot buffers; None if it has not said so since it connected again.
-      - `wants`: bytes in all that it asked for last, else 0.
       - `limit`: the most that they may take; None before its GPUs are known.
       - `cost`: what saving costs it, as it reported last.
       - `excess`: the budget that it exceeds: it takes no part any more, and runs on.
       - `capped`: the GPU with too many standby contexts for one more.
+      - `placed`: it counts among the standby contexts of its GPUs, between a move and its next one too.
     """
 
     process: ProcessInstance
@@ -195,11 +195,11 @@ class Participant:
     yields: float | None = None
     budgets: bool = False
     held: int | None = 0
-    wants: int = 0
     limit: SnapshotLimit | None = None
     cost: SavingCost | None = None
     excess: Excess | None = None
     capped: str | None = None
+    placed: bool = False
 
     @property
     def persistent_fields(self) -> tuple[object, ...]:

@@ -134,10 +134,10 @@ def _offer(draft: Draft, participant: Participant, target: Domain) -> None:
     if full := budgets.full_gpu(draft.state, participant):
         most = draft.state.policy.standby_contexts
         why = f"its GPU has no more than {most} standby contexts"
-        draft.put_participant(replace(participant, capped=full, reason=why))
+        draft.put_participant(replace(participant, capped=full, placed=False, reason=why))
         return
     offered = replace(participant, standing=Standing.OFFERED, generation=target.generation, reason="")
-    draft.put_participant(replace(offered, ready_ms=None, bytes=0, capped=None))
+    draft.put_participant(replace(offered, ready_ms=None, bytes=0, capped=None, placed=True))
     draft.emit(OfferStandby(participant.process, target.generation, target.id))
 
 
@@ -203,9 +203,9 @@ def leave_behind(draft: Draft, participant: Participant, why: str) -> None:
     if participant.connected:
         draft.emit(StandDown(participant.process, participant.generation, why, final=True))
     left_behind = replace(
-        participant, standing=Standing.LEFT_BEHIND, generation=0, reason=why, turn=Turn.NONE, capped=None
+        participant, standing=Standing.LEFT_BEHIND, generation=0, reason=why, turn=Turn.NONE
     )
-    draft.put_participant(left_behind)
+    draft.put_participant(replace(left_behind, capped=None, placed=False))
 
 
 def reason_not_to_move(draft: Draft, participant: Participant, target: Domain | None) -> str:
