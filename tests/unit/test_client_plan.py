@@ -129,3 +129,16 @@ def test_the_commands_say_that_they_wait(
     assert capfd.readouterr().err == "mpsd-run: waiting up to 10 s\n"
     assert ctl.main(["env", "-q"]) == 0
     assert capfd.readouterr().err == "mpsd-ctl: waiting up to 10 s\n"
+
+
+def test_the_remedy_for_a_missing_library_suits_the_gpu_and_names_a_wrong_folder(answers: Answers) -> None:
+    answers.environ["MPSD_LIBCUDA_DIR"] = "/nonexistent"
+    found = answers.plan().protection
+    assert found is not None and found.why == "no libcuda.so.1 in MPSD_LIBCUDA_DIR=/nonexistent"
+    del answers.environ["MPSD_LIBCUDA_DIR"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "find_proxy", lambda *_: None)
+        assert "; install mpsd-libcuda " in answers.plan().line
+        answers.reply["backend"] = "simulated"
+        line = answers.plan().line
+    assert "install mpsd-libcuda" not in line and "mpsd help quickstart" in line
