@@ -397,7 +397,7 @@ class Operations:
         elif not state.policy.spare:
             why = "set [domains] spare = true in mpsd's configuration"
         elif state.policy.on_demand and (found is None or not slots.has_server(state, found)):
-            why = "start a client first: the standby domain starts with it"
+            why = "it starts with the first client of the slot: repeat the command then"
         else:
             why = "it is starting: repeat the command in a moment"
         raise NotReadyError("there is no standby domain", remedy=why)

@@ -159,10 +159,6 @@ def _why_no_target(state: State, participant: Participant) -> str:
         return EXCLUSIVE
     found = state.domains.get((slot.spare if slot is not None else None) or "")
     starting = found is not None and found.state is DomainState.STARTING
-    if found is None and slot is not None and state.policy.on_demand:
-        # It follows as soon as the server of the first client is ACTIVE.
-        active = state.domains.get(slot.active or "")
-        starting = active is not None and active.state is DomainState.ACTIVE and not slot.failures
     return "its standby domain is starting" if starting else "there is no standby domain"
 
 

@@ -1,7 +1,8 @@
 """State machines of domains and clients, as tables. A transition that is not listed cannot happen.
 
 A domain is STARTING until its control daemon answers. Then it is WARM (a standby domain with a running
-server) until a slot makes it ACTIVE. A domain leaves ACTIVE for one of five states:
+server) until a slot makes it ACTIVE. An ACTIVE domain may have no server yet: its control daemon starts the
+server for the first client (mpsd.core.slots). A domain leaves ACTIVE for one of five states:
 
 - FULL: it has as many clients as it takes. They work on, and new clients go to the next domain.
 - FAULTED: the fault of a client took the server.

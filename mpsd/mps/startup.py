@@ -131,9 +131,11 @@ class FirstServer:
     def feed(self, line: mpslog.LogLine, *, private: bool) -> None:
         """Take a line of the domain's log. Only that of a `private` domain tells of an unseen server."""
         self._watch.feed(line)
-        if isinstance(line.event, mpslog.ServerStarted) and self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._deadline_s, self._late)
+        if isinstance(line.event, mpslog.ServerStarted):
+            instances = self._control.server_instances()
+            if instances and self._timer is None:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(self._deadline_s, self._late, instances[-1])
         elif private and self._watch.failed and not self._control.server_instances():
             self.ended(None)
 
@@ -151,13 +153,11 @@ class FirstServer:
             self.told = True
             self._tell(reason, server)
 
-    def _late(self) -> None:
+    def _late(self, server: ProcessInstance) -> None:
         self._timer = None
-        instances = self._control.server_instances()
-        if instances and not self.told:
+        if server in self._control.server_instances() and not self.told:
             self.told = True
-            text = f"server {instances[-1].pid} was not ACTIVE after {self._deadline_s:g} s"
-            self._tell(text, instances[-1])
+            self._tell(f"server {server.pid} was not ACTIVE after {self._deadline_s:g} s", server)
 
     def close(self) -> None:
         if self._timer is not None:

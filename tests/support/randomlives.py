@@ -11,6 +11,7 @@ from mpsd.base.model import ClientId, Confidence, KernelAction, ProcessInstance
 from mpsd.core import events as ev
 from mpsd.core.faults.records import FaultRecord
 from mpsd.core.lists import QUIET_LOG, UNSURE
+from mpsd.core.slots import IDLE
 from tests.support.core import MISALIGNED, OUT_OF_RANGE, REGISTER, World, mmu_text, process
 
 GPUS = ("GPU-0", "GPU-1")
@@ -19,7 +20,7 @@ ADDRESSES = (0, 0x7F0000001000, 0x7F0000002000)
 WORDS = ("", OUT_OF_RANGE, MISALIGNED, REGISTER, "@ 0x_", mmu_text(ADDRESSES[1], "GPCCLIENT_GCC"))
 XIDS = (13, 31, 32, 43, 45, 69, 48, 79, 9999)
 OF_SERVERS = ("ask", "laggards", "kill-victims", "suspected", "unlisted", "successor")
-OF_DOMAINS = ("ensure", *OF_SERVERS, QUIET_LOG, UNSURE)
+OF_DOMAINS = ("ensure", IDLE, *OF_SERVERS, QUIET_LOG, UNSURE)
 OF_CLIENTS = ("linger", "kill-wait", "strays", "hits", "thaw", "fault-revision")
 TIMERS = (*OF_DOMAINS, *OF_CLIENTS, "no-such")
 ROUNDS = 10

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from mpsd.api.protectionview import Knowledge, client_view
 from mpsd.base.model import FailoverMode, ServerState
+from mpsd.base.protection import Protection, ProtectionLevel
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core import lists, slots
@@ -95,6 +97,19 @@ def test_without_a_wish_for_a_standby_domain_a_participant_brings_it() -> None:
     serve(world, "d1")
     assert starts(world) == [("d1", False)]
     world.do(mev.MemberCame(process(1), UID, FailoverMode.EXACT, 0, True, True))
+    assert starts(world) == [("d1", False), ("d2", True)]
+
+
+def test_status_says_that_the_standby_domain_is_starting() -> None:
+    """A client in its first second has not the protection that it will have."""
+    world = demand(failover=FailoverMode.EXACT)
+    world.do(ev.DriverFilesSeen(""))
+    world.join(1)
+    world.do(mev.MemberCame(process(1), UID, FailoverMode.EXACT, 0, True, True))
+    known = Knowledge(Protection(ProtectionLevel.FAILOVER), False, None, None)
+    shown = client_view(world.state, world.client("d1", 1), known, world.now)
+    assert (shown["level"], shown["why"]) == ("guard", "its standby domain is starting")
+    serve(world, "d1")
     assert starts(world) == [("d1", False), ("d2", True)]
 
 

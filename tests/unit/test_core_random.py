@@ -78,10 +78,14 @@ class Daemon(RuleBasedStateMachine):
         crowded=st.booleans(),
         zone=st.sampled_from(ZonePolicy),
         private=st.booleans(),
+        on_demand=st.booleans(),
     )
-    def begin(self, spare: bool, kill: bool, crowded: bool, zone: ZonePolicy, private: bool) -> None:
+    def begin(
+        self, spare: bool, kill: bool, crowded: bool, zone: ZonePolicy, private: bool, on_demand: bool
+    ) -> None:
         self.truth.private = private
         room: Any = {"max_slots": 2, "slot_idle_s": 1.0, "clients_per_domain": 2} if crowded else {}
+        room |= {"on_demand": on_demand, "idle_s": 1.0}
         self.world = World(
             Policy(spare=spare, kill_victims_after_s=3.0 if kill else 0.0, zone_policy=zone, **room)
         )
@@ -159,7 +163,9 @@ class Daemon(RuleBasedStateMachine):
 
     def start(self, name: str) -> None:
         self.truth.came_up.add(name)
-        self.do(ev.DomainStarted(name, control_of(name), server_of(name), self.truth.private))
+        alone = any(e.domain == name and not e.server for e in self.world.ever(fx.StartDomain))
+        server = None if alone else server_of(name)
+        self.do(ev.DomainStarted(name, control_of(name), server, self.truth.private))
 
     # Domains
 
@@ -194,6 +200,12 @@ class Daemon(RuleBasedStateMachine):
     def server_dies(self, pick: int, other: bool) -> None:
         name = self.domain_named(pick)
         self.do(ev.ServerDied(name, process(5) if other else server_of(name)))
+
+    @rule(pick=picks, seen=st.sampled_from((None, 5, 0)))
+    def server_fails_to_start(self, pick: int, seen: int | None) -> None:
+        name = self.domain_named(pick)
+        server = None if seen is None else process(seen) if seen else server_of(name)
+        self.do(ev.ServerStartFailed(name, "invalid argument", server))
 
     @rule(pick=picks, uid=st.sampled_from((None, UID, 2000)))
     def server_seen(self, pick: int, uid: int | None) -> None:
@@ -552,7 +564,8 @@ class Daemon(RuleBasedStateMachine):
             if not state.stopping:
                 assert slot.active is not None, f"slot {slot.id} has no domain"
                 assert state.domains[slot.active].state is DomainState.ACTIVE
-                assert slot.exclusive or not state.policy.spare or slot.spare is not None
+                may_lack = slot.exclusive or not state.policy.spare or state.policy.on_demand
+                assert may_lack or slot.spare is not None
         roles = {d for s in state.slots.values() for d in (s.active, s.spare) if d}
         assert set(state.domains) == roles, "a domain that serves nobody is left over"
 

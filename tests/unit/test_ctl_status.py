@@ -396,6 +396,8 @@ def test_the_cell_last_fault(changes: Row, text: str) -> None:
     ("changes", "word"),
     [
         ({}, "serving"),
+        ({"server_pid": None, "clients": 0}, "idle"),
+        ({"server_pid": None, "clients": 1}, "serving"),
         ({"state": "starting", "role": "spare"}, "starting"),
         ({"state": "headless", "role": "old"}, "unreachable"),
         ({"state": "retired", "role": "old"}, "ending"),
