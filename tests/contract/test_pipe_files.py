@@ -67,9 +67,11 @@ def test_a_line_of_any_user_in_the_fifo_silences_the_log(node: Node, domain: Dom
     assert str(after.pid) not in log(domain)
 
 
-def test_an_unknown_command_is_logged_with_its_text(node: Node, domain: Domain) -> None:
+@pytest.mark.parametrize("uid", [0, OTHER_UID])
+def test_an_unknown_command_of_any_user_is_logged_with_its_text(node: Node, domain: Domain, uid: int) -> None:
     assert node.run(domain.control.servers()) == (domain.server,)
-    node.run(domain.control.command("handling_a_fatal_error"))
+    with as_user(uid):
+        node.run(domain.control.command("handling_a_fatal_error"))
     parser = LogParser()
     found = [event for line in log(domain).splitlines() if "a_fatal" in str(event := parser.feed(line).event)]
     assert found == [

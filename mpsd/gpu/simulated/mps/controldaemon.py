@@ -205,13 +205,15 @@ class Daemon:
         self.logbook.write("Control", "NEW UI")
         _, uid, _ = packets.peer(sock)
         self._front_end = sock
+        if not self.commands.knows(text):
+            # Of any user: what strangers write is in the log of an open domain.
+            self.logbook.write("Control", f"Cmd:{next(iter(text.splitlines()), '')}")
+            self.reply(sock, self.commands.unknown(text))
+            return
         if uid not in (0, os.getuid()):
             self.reply(sock, "Permission denied", logged=False)
             return
-        self.logbook.write("Control", f"Cmd:{next(iter(text.splitlines()), '')}")
-        if not self.commands.knows(text):
-            self.reply(sock, self.commands.unknown(text))
-            return
+        self.logbook.write("Control", f"Cmd:{text}")
         reply = self.commands.run(text, sock)
         if reply is not None:
             self.reply(sock, reply)
