@@ -148,7 +148,7 @@ def _to_be_had(state: State, participant: Participant, gpu: str) -> int:
 
 
 def _lower_others(draft: Draft, participant: Participant, gpu: str, more: int) -> None:
-    """Lower limits on a GPU until `more` bytes are free, first that of the participant with most to spare."""
+    """Lower limits on a GPU until `more` bytes are free, largest unused part first."""
     others = _others_on(draft.state, participant, gpu)
     for other in sorted(others, key=lambda m: (_floor(m) - _size(m), m.process.pid)):
         part = min(more - free(draft.state, gpu), _size(other) - _floor(other))
