@@ -378,7 +378,8 @@ class RunningDomains:
     def _set_server(self, host: RunningDomain, server: Pinned) -> None:
         self._drop_server(host)
         host.server = server
-        self.limits.server_changed(host.name)
+        if host.first is None:
+            self.limits.server_changed(host.name)
         self._loop.add_reader(server.fileno(), self._server_died, host, server)
 
     def _server_died(self, host: RunningDomain, server: Pinned) -> None:
@@ -437,6 +438,7 @@ class RunningDomains:
         if host.first is not None and state in (ServerState.ACTIVE, ServerState.FAULT):
             host.first.close()
             host.first = None
+            self.limits.server_changed(domain)
         self._callbacks.post(ev.ServerStateSeen(domain, state))
 
     def terminate(
@@ -464,7 +466,8 @@ class RunningDomains:
     async def listed_clients(self, domain: str) -> tuple[int, ...]:
         """Return the pids that the server itself lists. Raises MpsdError."""
         host = self._domains.get(domain)
-        if host is None or host.server is None or not host.control.alive():
+        if host is None or host.server is None or host.first is not None or not host.control.alive():
+            # A server that is not ACTIVE yet lists none of the clients that wait for it.
             return ()
         began, reader = self._loop.time(), host.log
         pids = await host.control.clients(host.server.instance.pid, ASK_DEADLINE_S)

@@ -217,3 +217,31 @@ def test_the_shared_domain_starts_its_server_for_any_user(site: Site) -> None:
     environ = site.client_environ(shared=True)
     assert alone(site.status())
     assert until(lambda: site.program(environ=environ), "a client").do("dev.on_mps") == {"result": True}
+
+
+@pytest.mark.parametrize("private", ["true", "false"])
+def test_a_client_that_waits_for_a_slow_server_is_a_client(private: str) -> None:
+    with Site(**ON_DEMAND, domains__private=private, limits__active_thread_percentage="40") as site:
+        site.start()
+        environ = site.client_environ()
+        gate, real = site.base / "gate", site.base / "bin" / paths.SERVER_NAME
+        os.mkfifo(gate)
+        real.parent.mkdir()
+        before = replace_server(site, f'#!/bin/sh\nread -r go < {gate}\nexec {real} "$@"\n')
+        real.write_text(before)
+        real.chmod(0o755)
+        program = Program("obey", environ)
+        site.programs.append(program)
+        waiting = site.until(lambda s: s["clients"] and row(s)["server_pid"], "a client waits for a server")
+        assert waiting["clients"][0]["pid"] == program.pid
+        assert kinds(waiting) == ["active active"] and row(waiting)["server_state"] != "ACTIVE"
+        # Several lists are due meanwhile.
+        began = waiting["uptime_s"]
+        site.until(lambda s: s["uptime_s"] > began + 2 and s["clients"], "mpsd still knows the client")
+        replace_server(site, before)
+        gate.write_text("go\n")
+        assert program.hear()["pid"] == program.pid
+        site.attached(program)
+        status = site.until(in_use, "a standby domain")
+        assert status["counters"].get("clients_never_listed", 0) == 0 and not site.faults()
+        assert row(status)["limits"]["active_thread_percentage"] == 40
