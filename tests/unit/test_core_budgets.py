@@ -464,18 +464,39 @@ def test_a_standby_context_that_could_not_be_made_leaves_its_place() -> None:
 
 
 def test_the_ones_with_a_standby_context_keep_it_over_a_fault() -> None:
-    world = Node(replace(ON, standby_contexts=2)).takes_part(10, 11, 12).are_ready(10, 11)
+    world = Node(replace(ON, standby_contexts=2)).takes_part(10, 11, 12).are_ready(11, 10)
     world.attach(20, "d1")
     world.fault(20)
     assert world.told() == [10, 11]
     fate = next(f for f in world.failover().fates if f.process.pid == 12)
     assert fate.why == "its GPU has no more than 2 standby contexts"
-    world.moved(10, 2)
-    world.moved(11, 2)
+    for pid in (10, 11):
+        world.moved(pid, 2)
     # They have none before the next standby domain runs, and keep their places.
-    assert capped(world) == {12} and world.with_standby() == {10, 11}
     world.started("d3")
     assert set(world.offered()) == {10, 11}
+
+
+def test_a_client_without_a_place_that_lost_its_context_gets_one_to_move_to() -> None:
+    world = Node(replace(ON, standby_contexts=1)).takes_part(10, 11).are_ready(10)
+    world.attach(20, "d1")
+    world.fault(20)
+    assert world.told() == [10] and world.offered() == [11]
+    world.is_ready(11, 2)
+    assert world.told() == [11]
+    world.moved(11, 2)
+    world.moved(10, 2)
+    world.started("d3")
+    assert world.offered() == [10] and capped(world) == {11}
+
+
+def test_the_first_ones_keep_their_standby_contexts_if_a_restart_lowers_the_number() -> None:
+    world = Node().takes_part(10, 11, 12, 13).are_ready(10, 11, 12, 13)
+    world.state = replace(world.state, policy=replace(ON, standby_contexts=2))
+    new = world.restarted()
+    for pid in (13, 12, 11, 10):
+        new.greet(pid)
+    assert [e.process.pid for e in new.ever(fx.OfferStandby)] == [11, 10] and capped(new) == {12, 13}
 
 
 def test_standby_contexts_of_an_earlier_daemon_count_before_their_programs_connect() -> None:

@@ -210,7 +210,8 @@ class FailoverDaemon(base.Daemon):
         offered = [m for m in state.members.values() if m.standing in (*OFFERED, Standing.MOVING)]
         for gpu in {gpu for domain in state.domains.values() for gpu in domain.gpus}:
             here = [m for m in offered if gpu in gpus_of(state, m) and m.standing is not Standing.UNREADY]
-            assert len(here) <= state.policy.standby_contexts
+            assert len([m for m in here if m.placed]) <= state.policy.standby_contexts
+            assert all(m.placed or m.standing is Standing.MOVING or state.has_lost(m) for m in here)
 
     @invariant()
     def members_are_bounded(self) -> None:

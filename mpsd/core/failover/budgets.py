@@ -180,10 +180,43 @@ def _set(draft: Draft, participant: Participant, limit: SnapshotLimit) -> None:
 
 
 def full_gpu(state: State, participant: Participant) -> str | None:
-    """Return a GPU on which this participant would have one standby context too many."""
+    """Return a GPU on which this participant would have one standby context too many.
+
+    Participants that have a context already, of an earlier daemon's offer, come in their order. None for a
+    participant that has lost its first context: the other one replaces it.
+    """
+    if participant.placed or state.has_lost(participant):
+        return None
     most = state.policy.standby_contexts
     gpus = sorted(gpus_of(state, participant))
-    return next((g for g in gpus if len(standbys_on(state, g) - {participant.process}) >= most), None)
+    return next((gpu for gpu in gpus if len(_before(state, participant, gpu)) >= most), None)
+
+
+def _before(state: State, participant: Participant, gpu: str) -> set[ProcessInstance]:
+    """Return the processes with a standby context on this GPU that come before this participant."""
+    idle = _idle_on(state, gpu)
+    if participant.process in idle:
+        order = list(state.members)
+        idle = {p for p in idle if p in order and order.index(p) < order.index(participant.process)}
+    return (_placed_on(state, gpu) | idle) - {participant.process}
+
+
+def standbys_on(state: State, gpu: str) -> set[ProcessInstance]:
+    """Return the processes that have a standby context on this GPU, or get their next one."""
+    return _placed_on(state, gpu) | _idle_on(state, gpu)
+
+
+def _placed_on(state: State, gpu: str) -> set[ProcessInstance]:
+    return {m.process for m in state.members.values() if m.placed and gpu in gpus_of(state, m)}
+
+
+def _idle_on(state: State, gpu: str) -> set[ProcessInstance]:
+    """Return the processes with a context on this GPU outside their home, in a domain that is not dead."""
+    here = {d.id for d in state.domains.values() if gpu in d.gpus and not d.is_dead}
+    contexts = {(c.id.process, c.id.domain) for c in state.clients.values() if c.living}
+    known = state.members.values()
+    homes = {m.process: m.home for m in known if m.home is not None and (m.process, m.home) in contexts}
+    return {p for p, domain in contexts if domain in here and homes.get(p, domain) != domain}
 
 
 def contexts_on(state: State, gpu: str) -> tuple[int, int]:
@@ -192,14 +225,3 @@ def contexts_on(state: State, gpu: str) -> tuple[int, int]:
     clients = [c for c in state.clients.values() if c.living and c.id.domain in here]
     standbys = sum(1 for c in clients if state.is_standby_context(c))
     return len(clients) - standbys, standbys
-
-
-def standbys_on(state: State, gpu: str) -> frozenset[ProcessInstance]:
-    """Return the processes that have a standby context on this GPU, or get their next one."""
-    here = {d.id for d in state.domains.values() if gpu in d.gpus and not d.is_dead}
-    known = [m for m in state.members.values() if m.home is not None]
-    placed = {m.process for m in known if m.placed and gpu in gpus_of(state, m)}
-    contexts = {(c.id.process, c.id.domain) for c in state.clients.values() if c.living}
-    homes = {m.process: m.home for m in known if (m.process, m.home) in contexts}
-    idle = {p for p, domain in contexts if domain in here and homes.get(p, domain) != domain}
-    return frozenset(placed | idle)

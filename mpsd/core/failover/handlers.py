@@ -201,7 +201,8 @@ def on_ready(draft: Draft, event: mev.MemberReady) -> None:
     # A new standby context may be asked for, whatever became of the former one.
     yields = participant.yields if participant.standing is Standing.READY else None
     ready = replace(participant, standing=Standing.READY, reason="", bytes=event.bytes, yields=yields)
-    draft.put_participant(replace(ready, ready_ms=round(event.after_ns / 1e6, 3), placed=True))
+    placed = participant.placed or not draft.state.has_lost(participant)
+    draft.put_participant(replace(ready, ready_ms=round(event.after_ns / 1e6, 3), placed=placed))
     refresh(draft, event.process)
     serialreplay.start_next_turn(draft, participant.home)
 

@@ -137,7 +137,9 @@ def _offer(draft: Draft, participant: Participant, target: Domain) -> None:
         draft.put_participant(replace(participant, capped=full, placed=False, reason=why))
         return
     offered = replace(participant, standing=Standing.OFFERED, generation=target.generation, reason="")
-    draft.put_participant(replace(offered, ready_ms=None, bytes=0, capped=None, placed=True))
+    # A participant that has lost its context moves at once, and then waits for a place as before.
+    placed = participant.placed or not draft.state.has_lost(participant)
+    draft.put_participant(replace(offered, ready_ms=None, bytes=0, capped=None, placed=placed))
     draft.emit(OfferStandby(participant.process, target.generation, target.id))
 
 
