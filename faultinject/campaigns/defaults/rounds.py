@@ -25,7 +25,7 @@ from faultinject.rig.rig import Rig
 from faultinject.rig.worker import Worker
 from mpsd.base.errors import DeadlineError, MpsdError
 
-EVAL: Sequence[str] = ("/bin/sh", "-c", 'eval "$("$0" -m mpsd.ctl env)" && exec "$@"', sys.executable)
+EVAL: Sequence[str] = ("/bin/sh", "-c", 'e=$("$0" -m mpsd.ctl env) && eval "$e" && exec "$@"', sys.executable)
 """The command that starts a program with the variables of `mpsd-ctl env`, and becomes it."""
 JOINS: Mapping[str, Sequence[str]] = {"mpsd-run": MPSD_RUN, "mpsd-ctl env": EVAL}
 
