@@ -7,6 +7,7 @@ check raises: a check that cannot run has the finding "cannot tell".
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import subprocess
@@ -259,11 +260,7 @@ def _commands() -> Check:
     name, python = "commands for users", sys.executable
 
     def look() -> str:
-        try:
-            os.close(os.open(python, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
+        return "" if os.access(python, os.X_OK, effective_ids=True) else os.strerror(errno.EACCES)
 
     if why := with_rights(None, look):
         finding = f"users cannot execute mpsd-run and mpsd-ctl: {os.path.realpath(python)}: {why}"

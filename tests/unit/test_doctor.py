@@ -135,12 +135,16 @@ def test_a_python_that_users_cannot_execute(tmp_path: Path, monkeypatch: pytest.
     home.mkdir()
     python = home / "python3"
     python.write_bytes(b"")
+    python.chmod(0o711)
     monkeypatch.setattr(sys, "executable", str(python))
     try:
         home.chmod(0o755)
         assert run(tmp_path)["commands for users"] == Check(
             "commands for users", True, f"users can execute {python}"
         )
+        python.chmod(0o744)
+        assert run(tmp_path)["commands for users"].ok is None
+        python.chmod(0o711)
         home.chmod(0o700)
         check = run(tmp_path)["commands for users"]
         assert check.ok is None and f"{python}: Permission denied" in check.finding
