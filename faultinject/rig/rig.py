@@ -72,14 +72,13 @@ class Rig:
             node = open_node(self._backend, self.base)
             self._closers.append(node.close)
         part = {"kernel.isolation": '"isolate"' if self.mode == KMOD else '"off"'}
-        settings = {**node.settings, **part}
+        # Campaigns measure domains that run.
+        start = {} if self.mode == AUTO else {"domains.start": '"at-once"'}
+        settings = {**node.settings, **part, **start, **self._settings}
         if self.mode == AUTO:
             settings.pop("protect", None)
             settings |= self.libraries.driver_settings() if self.libraries else {}
-        else:
-            # Campaigns measure domains that run.
-            settings["domains.start"] = '"at-once"'
-        self.node = replace(node, settings=settings | dict(self._settings))
+        self.node = replace(node, settings=settings)
         if self.mode == "stock" and node.backend.isolation is not None:
             # An earlier run may have left the module isolating, and this one has to choose the mode.
             node.backend.isolation.set_mode(IsolationMode.OFF)
