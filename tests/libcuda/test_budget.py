@@ -370,3 +370,18 @@ def test_the_daemon_hears_what_saving_costs(post: Post, ask: Program) -> None:
     said = line.hear(moving.COST)
     assert said.values[0] == 8 * MIB and said.values[3:] == (0, 0, 0)
     assert ask.end() == ""
+
+
+@EXACT
+def test_no_cost_is_said_where_the_time_of_copies_is_unknown(post: Post, ask: Program) -> None:
+    """The stand-in's GPU does not tell how fast its memory is."""
+    line = post.greet(moving.EXACT, budget=BUDGET)
+    ask("m = gpu.memory(2 << 20)")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    line.say(moving.LIMIT, value=8 * MIB)
+    # The program says what saving costs before it says what it holds.
+    said = [line.hear(moving.HOLDS, moving.COST)]
+    while said[-1].values[:2] != (0, 0):
+        said.append(line.hear(moving.HOLDS, moving.COST))
+    assert {s.kind for s in said} == {moving.HOLDS}
+    assert snapshots(ask).saved == 2 * MIB and ask.end() == ""
