@@ -61,6 +61,15 @@ def test_arithmetic(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
 
 
+def test_chunks(tmp_path: Path) -> None:
+    """A move, a loss of all chunks, or a new chunk comes while one is freed. A fork comes during a release."""
+    names = ("real_cuDeviceTotalMem_v2", "real_cuThreadExchangeStreamCaptureMode", "inner_cuMemFree_v2")
+    flags = [f"-D{name}={name.partition('_')[2]}" for name in names]
+    program = standalone(tmp_path, "chunks", ["exact/chunks.c", "exact/leave.c"], "-DMPSD_CARRIED=1", *flags)
+    done = run([program], os.environ)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+
+
 @SLOW_COPIES
 @pytest.mark.parametrize("stands_by", [True, False])
 def test_a_program_beyond_the_time_budget_leaves_and_runs_on(
