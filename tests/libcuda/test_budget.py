@@ -62,7 +62,7 @@ def test_arithmetic(tmp_path: Path) -> None:
 
 
 def test_chunks(tmp_path: Path) -> None:
-    """A move, a loss of all chunks, or a new chunk comes while one is freed. A fork comes during a release."""
+    """A move, a loss of all chunks, or a new chunk comes while one is freed; a fork during a release."""
     names = ("real_cuDeviceTotalMem_v2", "real_cuThreadExchangeStreamCaptureMode", "inner_cuMemFree_v2")
     flags = [f"-D{name}={name.partition('_')[2]}" for name in names]
     program = standalone(tmp_path, "chunks", ["exact/chunks.c", "exact/leave.c"], "-DMPSD_CARRIED=1", *flags)
