@@ -93,8 +93,8 @@ def restored(state: State, limit: SnapshotLimit | None) -> SnapshotLimit | None:
 def on_holds(draft: Draft, event: mev.MemberHolds) -> None:
     """Note what a participant holds, and raise its limit if it wants more.
 
-    It is told its limit whenever it wants or holds more than that. In the second case, which a lowered limit
-    can cross, it releases the rest by itself.
+    Each wish has an answer, also one that a raised limit has met meanwhile. A participant that holds more
+    than its limit, which a lowered limit can cross, is told the limit again and releases the rest by itself.
     """
     participant = draft.state.members.get(event.process)
     if participant is None or not participant.budgets:
@@ -105,8 +105,8 @@ def on_holds(draft: Draft, event: mev.MemberHolds) -> None:
         return
     if not has_limit(participant):
         shrink(draft, event.process)
-    elif max(event.held, event.wants) > participant.limit.bytes:
-        _raise(draft, participant, max(event.held, event.wants))
+    elif event.wants or event.held > participant.limit.bytes:
+        _raise(draft, participant, max(event.held, event.wants), event.wants)
 
 
 def on_settle(draft: Draft, subject: str) -> None:
@@ -125,8 +125,8 @@ def shrink(draft: Draft, process: ProcessInstance) -> None:
         draft.put_participant(replace(participant, limit=limit if limit.bytes else None))
 
 
-def _raise(draft: Draft, participant: Participant, wanted: int) -> None:
-    """Raise a limit to `wanted`, or as far as the pools allow, and tell the participant."""
+def _raise(draft: Draft, participant: Participant, wanted: int, wish: int) -> None:
+    """Raise a limit to `wanted`, or as far as the pools allow, and tell it in answer to `wish`."""
     limit = participant.limit
     if limit is None:
         return
@@ -134,7 +134,7 @@ def _raise(draft: Draft, participant: Participant, wanted: int) -> None:
     more = max(0, min(wanted - limit.bytes, most))
     for gpu in sorted(limit.gpus):
         _lower_others(draft, participant, gpu, more)
-    _set(draft, participant, replace(limit, bytes=limit.bytes + more))
+    _set(draft, participant, replace(limit, bytes=limit.bytes + more), wish)
 
 
 def _others_on(state: State, participant: Participant, gpu: str) -> list[Participant]:
@@ -170,10 +170,10 @@ def _floor(participant: Participant) -> int:
     return min(_size(participant), participant.held)
 
 
-def _set(draft: Draft, participant: Participant, limit: SnapshotLimit) -> None:
+def _set(draft: Draft, participant: Participant, limit: SnapshotLimit, answers: int = 0) -> None:
     draft.put_participant(replace(participant, limit=limit))
     if has_limit(participant):
-        draft.emit(LimitSnapshots(participant.process, limit.bytes))
+        draft.emit(LimitSnapshots(participant.process, limit.bytes, answers))
 
 
 # -- standby contexts ------------------------------------------------------------------------------------
