@@ -344,10 +344,12 @@ class GrantMemory:
 
 @dataclass(frozen=True, slots=True)
 class LimitSnapshots:
-    """Tell a program how many bytes its snapshot buffers may take. The same value again refuses a wish."""
+    """Tell a program how many bytes its snapshot buffers may take."""
 
     process: ProcessInstance
     bytes: int
+    answers: int = 0
+    """The wish [bytes] that this answers; 0: the program has not asked."""
 
 
 @dataclass(frozen=True, slots=True)

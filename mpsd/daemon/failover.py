@@ -203,7 +203,7 @@ class FailoverService:
         self._server.tell(effect.process, Message(Kind.ROOM, values=(effect.bytes, effect.number)))
 
     def limit_snapshots(self, effect: fx.LimitSnapshots) -> None:
-        self._server.tell(effect.process, Message(Kind.LIMIT, values=(effect.bytes,)))
+        self._server.tell(effect.process, Message(Kind.LIMIT, values=(effect.bytes, effect.answers)))
 
 
 def offer_of(generation: int, pipe_dir: Path, copies: Path) -> Message:

@@ -162,6 +162,26 @@ def test_a_wish_that_cannot_be_met_is_answered_with_the_same_limit() -> None:
     assert world.limit(10) == POOL - FIRST
 
 
+def test_a_limit_names_the_wish_that_it_answers() -> None:
+    world = Node().takes_part(10, 11)
+    world.holds(10, 0, POOL - FIRST // 2)
+    assert world.made(fx.LimitSnapshots) == [
+        fx.LimitSnapshots(process(11), FIRST // 2),
+        fx.LimitSnapshots(process(10), POOL - FIRST // 2, answers=POOL - FIRST // 2),
+    ]
+    # A limit on a new connection answers nothing; the wish said again has its own answer, also a refusal.
+    world.greet(11)
+    assert world.made(fx.LimitSnapshots) == [fx.LimitSnapshots(process(11), FIRST // 2)]
+    world.holds(10, POOL - FIRST // 2)
+    world.holds(11, 0, FIRST)
+    assert world.made(fx.LimitSnapshots) == [fx.LimitSnapshots(process(11), FIRST // 2, answers=FIRST)]
+    # The limit was raised while the wish was on its way.
+    world.holds(10, 0)
+    world.holds(11, 0, FIRST)
+    world.holds(11, 0, FIRST // 2)
+    assert world.made(fx.LimitSnapshots) == [fx.LimitSnapshots(process(11), FIRST, answers=FIRST // 2)]
+
+
 def test_a_wish_takes_what_others_do_not_hold_most_from_the_one_with_most() -> None:
     world = Node().takes_part(10, 11, 12)
     for pid, granted, held in ((10, 8, 1), (11, 6, 5), (12, 2, 2)):

@@ -55,8 +55,9 @@
  *	GIVE		values: what another program needs the memory of: 0: room for copies, 1: the standby
  *	ROOM		values: bytes that another program has given, so the allocation may be tried again; 0: nobody does;
  *			the number of that allocation
- *	LIMIT		values: bytes that its snapshot buffers may take from now on. After WELCOME and when it changes; the same value
- *			again: what the program wants cannot be met. If it holds more, it releases that when an epoch ends
+ *	LIMIT		values: bytes that its snapshot buffers may take from now on; the wish of HOLDS that this answers, 0: none, the
+ *			limit has changed or the connection is new. Each wish has one answer. If the program holds more than its
+ *			limit, it releases that when an epoch ends
  *	MOVE		generation: go on there now; values: 0: its domain is lost, 1: it is to be left, and the
  *			program ends its work there first; what was in flight is 0: lost, 1: done again, 2: done
  *			again when it has its turn, 3: the same, but no TURN comes: it has that as soon as it has

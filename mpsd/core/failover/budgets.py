@@ -112,8 +112,9 @@ def restored(state: State, limit: SnapshotLimit | None) -> SnapshotLimit | None:
 def on_holds(draft: Draft, event: mev.MemberHolds) -> None:
     """Note what a participant holds, and raise its limit if it wants more.
 
-    It is told its limit whenever it wants or holds more than that. In the second case, which a lowered limit
-    can cross, it releases the rest by itself, and the rest does not count as held.
+    Each wish has an answer, also one that a raised limit has met meanwhile. A participant that holds more
+    than its limit, which a lowered limit can cross, is told the limit again and releases the rest by itself.
+    The rest does not count as held.
     """
     participant = draft.state.members.get(event.process)
     if participant is None or not participant.budgets:
@@ -125,8 +126,8 @@ def on_holds(draft: Draft, event: mev.MemberHolds) -> None:
         return
     if not has_limit(participant):
         shrink(draft, event.process)
-    elif max(event.held, event.wants) > participant.limit.bytes:
-        _raise(draft, participant, max(event.held, event.wants))
+    elif event.wants or event.held > participant.limit.bytes:
+        _raise(draft, participant, max(event.held, event.wants), event.wants)
 
 
 def on_settle(draft: Draft, subject: str) -> None:
@@ -145,8 +146,8 @@ def shrink(draft: Draft, process: ProcessInstance) -> None:
         draft.put_participant(replace(participant, limit=limit if limit.bytes else None))
 
 
-def _raise(draft: Draft, participant: Participant, wanted: int) -> None:
-    """Raise a limit to `wanted`, or as far as the pools and shares allow, and tell the participant."""
+def _raise(draft: Draft, participant: Participant, wanted: int, wish: int = 0) -> None:
+    """Raise a limit to `wanted`, or as far as pools and shares allow, and tell it in answer to `wish`."""
     limit = participant.limit
     if limit is None:
         return
@@ -155,7 +156,7 @@ def _raise(draft: Draft, participant: Participant, wanted: int) -> None:
     for gpu in sorted(limit.gpus):
         _make_room(draft, participant, gpu, more)
     more = min(more, *(_room(draft.state, participant, gpu) for gpu in limit.gpus))
-    _set(draft, participant, replace(limit, bytes=limit.bytes + more))
+    _set(draft, participant, replace(limit, bytes=limit.bytes + more), wish)
 
 
 def _to_be_had(state: State, participant: Participant, gpu: str) -> int:
@@ -178,13 +179,14 @@ def _make_room(draft: Draft, participant: Participant, gpu: str, more: int) -> N
     own = _others_of(draft.state, participant, gpu)
     for other in sorted(own, key=lambda m: (-_unused(m), m.process.pid)):
         _lower(draft, other, min(more - _room(draft.state, participant, gpu), _unused(other)))
+    account = account_of(draft.state, participant)
     # Unused parts first; then what is held beyond the share, by the largest limit first.
     for part in (_unused, _size):
-        for other in sorted(_on(draft.state, gpu), key=lambda m: (-part(m), m.process.pid)):
-            account = account_of(draft.state, other)
-            if account == account_of(draft.state, participant):
-                continue
-            surplus = _surplus(draft.state, account, gpu)
+        if more <= free(draft.state, gpu):
+            return
+        others = (m for m in _on(draft.state, gpu) if account_of(draft.state, m) != account)
+        for other in sorted(others, key=lambda m: (-part(m), m.process.pid)):
+            surplus = _surplus(draft.state, account_of(draft.state, other), gpu)
             _lower(draft, other, min(more - free(draft.state, gpu), part(other), surplus))
 
 
@@ -241,10 +243,10 @@ def _floor(participant: Participant) -> int:
     return min(_size(participant), participant.held)
 
 
-def _set(draft: Draft, participant: Participant, limit: SnapshotLimit) -> None:
+def _set(draft: Draft, participant: Participant, limit: SnapshotLimit, answers: int = 0) -> None:
     draft.put_participant(replace(participant, limit=limit))
     if has_limit(participant):
-        draft.emit(LimitSnapshots(participant.process, limit.bytes))
+        draft.emit(LimitSnapshots(participant.process, limit.bytes, answers))
 
 
 # -- standby contexts ------------------------------------------------------------------------------------
