@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from tests.support.core import UID
-from tests.unit.test_core_budgets import FIRST, GIB, POOL, Node
+from dataclasses import replace
+
+from mpsd.core import effects as fx
+from mpsd.core.failover import budgets
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.budgets import PLACE, PLACE_S
+from mpsd.core.state import State
+from tests.support.core import GPU, UID, process
+from tests.unit.test_core_budgets import FIRST, GIB, ON, POOL, Node
 
 
 def test_a_claim_to_hold_more_than_was_granted_takes_nothing_from_another_account() -> None:
@@ -75,3 +82,67 @@ def test_a_lowered_limit_that_crosses_what_its_program_says_stays_lowered() -> N
 def test_subordinate_users_share_with_the_user_that_answers_for_them() -> None:
     world = Node().takes_part(10).other_account(11, uid=100_000, account=UID)
     assert world.holds(11, 0, POOL) == {10: 0, 11: POOL}
+
+
+# -- standby contexts ------------------------------------------------------------------------------------
+
+
+def capped(world: Node) -> set[int]:
+    return {p.pid for p, m in world.state.members.items() if m.capped == GPU}
+
+
+def test_a_place_without_a_standby_context_is_taken_back_in_time() -> None:
+    world = Node(replace(ON, standby_contexts=2)).takes_part(10, 11, 12)
+    assert (world.with_standby(), capped(world)) == ({10, 11}, {12})
+    assert fx.ArmTimer(PLACE, f"{process(10)} 2", PLACE_S) in world.effects
+    world.attach(10, "d2")
+    for pid in (10, 11):
+        world.timer(PLACE, f"{process(pid)} 2")
+    assert world.offered() == [12] and world.with_standby() == {10, 12}
+    # It is ready after all, and waits for a place.
+    world.is_ready(11, 2)
+    assert [e.process.pid for e in world.made(fx.StandDown)] == [11] and capped(world) == {11}
+
+
+def test_the_timer_of_a_place_says_nothing_of_a_ready_or_of_a_later_standby_context() -> None:
+    world = Node(replace(ON, standby_contexts=2)).takes_part(10, 11).are_ready(10)
+    world.timer(PLACE, f"{process(10)} 2")
+    world.timer(PLACE, f"{process(11)} 1")
+    assert world.with_standby() == {10, 11}
+
+
+def test_free_places_go_to_an_account_with_less_than_its_share() -> None:
+    world = Node(replace(ON, standby_contexts=4)).takes_part(10, 11, 12, 13, 14).are_ready(10, 11, 12, 13)
+    world.other_account(20, 21, 22)
+    assert capped(world) == {14, 20, 21, 22}
+    for ends, gets in ((10, 20), (11, 21), (12, 14)):
+        world.die(ends)
+        assert world.offered() == [gets]
+    assert capped(world) == {22} and world.with_standby() == {13, 14, 20, 21}
+
+
+def test_an_account_that_waits_alone_may_have_more_than_a_share() -> None:
+    world = Node(replace(ON, standby_contexts=2)).takes_part(10, 11, 12).other_account(20)
+    world.die(10)
+    assert world.offered() == [20] and capped(world) == {12}
+    world.die(20)
+    assert world.offered() == [12] and capped(world) == set()
+
+
+def test_connecting_again_takes_no_place_from_an_account_that_waits() -> None:
+    world = Node(replace(ON, standby_contexts=2)).takes_part(10, 11).other_account(20)
+    assert capped(world) == {20}
+    world.do(mev.MemberLeft(process(11)))
+    assert world.offered() == [20]
+    world.greet(11)
+    assert capped(world) == {11} and world.with_standby() == {10, 20}
+
+
+def test_whether_one_more_client_would_get_a_place_and_a_limit() -> None:
+    world = Node(replace(ON, standby_contexts=2)).takes_part(10)
+    assert not budgets.lacks_place(world.state, GPU, UID) and not budgets.lacks_memory(world.state, GPU, UID)
+    world.fills(10, POOL)
+    assert budgets.lacks_memory(world.state, GPU, UID) and not budgets.lacks_memory(world.state, GPU, 1001)
+    world.takes_part(11)
+    assert budgets.lacks_place(world.state, GPU, UID)
+    assert not budgets.lacks_memory(State(), GPU, UID), "a GPU without a pool has no limits"

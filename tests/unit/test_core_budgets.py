@@ -383,7 +383,7 @@ def test_the_ones_with_a_standby_context_keep_it_over_a_fault() -> None:
     world.fault(20)
     assert world.told() == [10, 11]
     fate = next(f for f in world.failover().fates if f.process.pid == 12)
-    assert fate.why == "its GPU has no more than 2 standby contexts"
+    assert fate.why == "its GPU already has its limit of 2 standby contexts"
     for pid in (10, 11):
         world.moved(pid, 2)
     # They have none before the next standby domain runs, and keep their places.

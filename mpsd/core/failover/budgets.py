@@ -16,7 +16,10 @@ fail-over and released its buffers, is free again. A GPU of which the memory is 
 participants have no limit.
 
 Standby contexts. The GPU stands still at an SM exception for longer the more contexts it has, so their number
-has a limit. A participant beyond it waits until another one's standby context ends.
+has a limit. A participant beyond it waits until another one's standby context ends. While an account with
+less than an equal share waits, one that has its share gets no further place. A standby context is never ended
+for that: its memory would come back only with its program. A participant that has made none within PLACE_S
+loses its place.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from mpsd.base.model import FailoverMode, ProcessInstance
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, LimitSnapshots
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.participants import Participant, SnapshotLimit
+from mpsd.core.failover.participants import Participant, SnapshotLimit, Standing
 from mpsd.core.state import State
 
 POOL_SHARE = 8
@@ -40,6 +43,10 @@ TIME_BUDGET = 30
 
 SETTLE, SETTLE_S = "failover-buffers", 10.0
 """Timer [s]: a participant that has connected again and has not said what it holds by then holds nothing."""
+
+PLACE, PLACE_S = "failover-place", 60.0
+"""Timer [s]: a participant that was offered a standby domain and has no context there by then loses its
+place, until it is ready after all."""
 
 
 def gpus_of(state: State, participant: Participant) -> frozenset[str]:
@@ -208,6 +215,14 @@ def _sums(state: State, gpu: str) -> Counter[int]:
     return sums
 
 
+def lacks_memory(state: State, gpu: str, account: int) -> bool:
+    """Return whether one more participant of this account would get a limit of 0 on a GPU."""
+    newcomer = Participant(ProcessInstance(0, 0), account, FailoverMode.EXACT)
+    newcomer = replace(newcomer, limit=SnapshotLimit(0, frozenset({gpu})))
+    with_it = replace(state, members={**state.members, newcomer.process: newcomer})
+    return pool(state, gpu) > 0 and _to_be_had(with_it, newcomer, gpu) <= 0
+
+
 def _share(state: State, gpu: str) -> int:
     """Return the most that an account may have on a GPU beside the other ones."""
     return pool(state, gpu) // max(1, len(_sums(state, gpu)))
@@ -261,8 +276,50 @@ def full_gpu(state: State, participant: Participant) -> str | None:
     if participant.placed or state.has_lost(participant):
         return None
     most = state.policy.standby_contexts
-    gpus = sorted(gpus_of(state, participant))
-    return next((gpu for gpu in gpus if len(_before(state, participant, gpu)) >= most), None)
+    account = account_of(state, participant)
+    for gpu in sorted(gpus_of(state, participant)):
+        if len(_before(state, participant, gpu)) >= most:
+            return gpu
+        has_context = participant.process in _idle_on(state, gpu)
+        if not has_context and _has_its_places(state, gpu, account):
+            return gpu
+    return None
+
+
+def _places(state: State, gpu: str) -> Counter[int]:
+    """Return how many standby contexts each account has on a GPU."""
+    return Counter(account_of(state, state.members[p]) for p in standbys_on(state, gpu))
+
+
+def _waiting(state: State, gpu: str) -> set[int]:
+    """Return the accounts with a participant that waits for a standby context on this GPU."""
+    waiting = (m for m in state.members.values() if m.capped == gpu and m.connected)
+    return {account_of(state, m) for m in waiting if m.standing is Standing.WAITING}
+
+
+def _has_its_places(state: State, gpu: str, account: int) -> bool:
+    """Return whether an account has its share of standby contexts while one with less than that waits."""
+    places, waiting = _places(state, gpu), _waiting(state, gpu)
+    share = max(1, state.policy.standby_contexts // len({*places, *waiting, account}))
+    return places[account] >= share and any(places[a] < share for a in waiting - {account})
+
+
+def lacks_place(state: State, gpu: str, account: int) -> bool:
+    """Return whether one more participant of this account would have to wait for a standby context."""
+    is_full = len(standbys_on(state, gpu)) >= state.policy.standby_contexts
+    return is_full or _has_its_places(state, gpu, account)
+
+
+def on_place_due(draft: Draft, subject: str) -> None:
+    """Take the place of a participant that has made no standby context. `subject`: as of plan.py."""
+    for participant in tuple(draft.state.members.values()):
+        due = participant.placed and participant.standing is Standing.OFFERED
+        if not due or subject != f"{participant.process} {participant.generation}":
+            continue
+        if not any(
+            participant.process in _idle_on(draft.state, g) for g in gpus_of(draft.state, participant)
+        ):
+            draft.put_participant(replace(participant, placed=False))
 
 
 def _before(state: State, participant: Participant, gpu: str) -> set[ProcessInstance]:
