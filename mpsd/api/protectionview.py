@@ -140,7 +140,7 @@ def _why_no_failover(state: State, participant: Participant | None, known: Knowl
         case Standing.WAITING if participant.capped is not None:
             gpu = known.gpus.get(participant.capped, participant.capped)
             most = state.policy.standby_contexts
-            return f"{most} standby context{'' if most == 1 else 's'} on GPU {gpu}, the most"
+            return f"GPU {gpu} already has its limit of {most} standby context{'' if most == 1 else 's'}"
     target = plan.target_of(state, participant)
     if target is None:
         return _why_no_target(state, participant)

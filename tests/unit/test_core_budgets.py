@@ -23,8 +23,8 @@ POOL = 16 * GIB
 FIRST = POOL // FIRST_SHARE
 MEMORY = {GPU: POOL * POOL_SHARE, "GPU-1": POOL * POOL_SHARE}
 ON = Policy(failover=EXACT, gpu_memory=MEMORY, linger_limit_s=30.0)
-TOO_LARGE = Excess(SnapshotBudget.MEMORY, 14 * GIB, 8 * GIB, False, "one step saves 14 GiB")
-TOO_SLOW = Excess(SnapshotBudget.TIME, 580, 30, True, "saving adds 58 % to an epoch")
+TOO_LARGE = Excess(SnapshotBudget.MEMORY, 14 * GIB, 8 * GIB)
+TOO_SLOW = Excess(SnapshotBudget.TIME, 580, 30, True)
 
 
 def start_all(world: Site) -> None:
