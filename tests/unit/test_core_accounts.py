@@ -140,9 +140,10 @@ def test_connecting_again_takes_no_place_from_an_account_that_waits() -> None:
 
 def test_whether_one_more_client_would_get_a_place_and_a_limit() -> None:
     world = Node(replace(ON, standby_contexts=2)).takes_part(10)
-    assert not budgets.lacks_place(world.state, GPU, UID) and not budgets.lacks_memory(world.state, GPU, UID)
+    assert budgets.obstacle(world.state, [GPU], UID) == ("", "")
     world.fills(10, POOL)
-    assert budgets.lacks_memory(world.state, GPU, UID) and not budgets.lacks_memory(world.state, GPU, 1001)
+    assert budgets.obstacle(world.state, [GPU], UID) == (GPU, "has no memory left for snapshots")
+    assert not budgets.lacks_memory(world.state, GPU, 1001)
     world.takes_part(11)
-    assert budgets.lacks_place(world.state, GPU, UID)
+    assert budgets.obstacle(world.state, [GPU], UID) == (GPU, "already has its limit of 2 standby contexts")
     assert not budgets.lacks_memory(State(), GPU, UID), "a GPU without a pool has no limits"

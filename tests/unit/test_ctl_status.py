@@ -491,7 +491,7 @@ def test_the_sample_of_the_readme_is_what_status_prints() -> None:
 def test_the_sample_of_the_page_status_is_what_status_prints() -> None:
     lost = client(4700, "none", "d1", memory_bytes=int(1.1 * GIB), command="./legacy", lost=True)
     train = client(4702, cost=614 << 20, domain="d2")
-    train["protected"]["cost_share"] = 0.012
+    train = train | {"protected": train["protected"] | {"cost_share": 0.012}}
     evaluation = client(
         4710, "guard", "snapshot budget: needs 14 GiB, has 8", memory_bytes=5 * GIB, domain="d2"
     )

@@ -25,6 +25,7 @@ loses its place.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from mpsd.base.model import FailoverMode, ProcessInstance
@@ -302,6 +303,22 @@ def _has_its_places(state: State, gpu: str, account: int) -> bool:
     places, waiting = _places(state, gpu), _waiting(state, gpu)
     share = max(1, state.policy.standby_contexts // len({*places, *waiting, account}))
     return places[account] >= share and any(places[a] < share for a in waiting - {account})
+
+
+def full(state: State) -> str:
+    """Return the end of a sentence about a GPU with all its standby contexts."""
+    most = state.policy.standby_contexts
+    return f"already has its limit of {most} standby context{'' if most == 1 else 's'}"
+
+
+def obstacle(state: State, gpus: Iterable[str], account: int) -> tuple[str, str]:
+    """Return GPU and reason for which one more participant of this account would not fail over now."""
+    for gpu in gpus:
+        if lacks_place(state, gpu, account):
+            return gpu, full(state)
+        if lacks_memory(state, gpu, account):
+            return gpu, "has no memory left for snapshots"
+    return "", ""
 
 
 def lacks_place(state: State, gpu: str, account: int) -> bool:

@@ -146,8 +146,7 @@ def _offer(draft: Draft, participant: Participant, target: Domain) -> None:
 
 def _cap(draft: Draft, participant: Participant, gpu: str) -> None:
     """Let a participant wait for a standby context on this GPU."""
-    most = draft.state.policy.standby_contexts
-    why = f"its GPU already has its limit of {most} standby context{'' if most == 1 else 's'}"
+    why = f"its GPU {budgets.full(draft.state)}"
     draft.put_participant(replace(participant, capped=gpu, placed=False, reason=why))
 
 
