@@ -62,7 +62,7 @@ class Line:
         """Send a message.
 
         `planned` and `again` belong to MOVE; `lazy`, `short`, `look`, `left`, `budget` to WELCOME; `value` to
-        GIVE, ROOM or LIMIT; `number` to ROOM.
+        GIVE, ROOM or LIMIT; `number` to ROOM or LIMIT.
         """
         values = (int(planned or lazy or value), int(again or short or number), int(look), int(left))
         values += (int(budget is not None), budget or 0)

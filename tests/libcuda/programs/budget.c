@@ -56,6 +56,7 @@ static void count_forced_waits(void)
 
 	/* The GPU had ended when the program came to wait: the program was the slower side, and was held. */
 	CHECK(added(period) == 8 * MS);
+	CHECK(mpsd_budget_added(&period, 0) == 8 * MS);
 	/* The GPU was the slower side: it stood idle three times, and made the copies. */
 	period.waited_ns = 8 * MS;
 	CHECK(added(period) > GIB * 1000 / SPEED && added(period) < GIB * 1000 / SPEED + MS);

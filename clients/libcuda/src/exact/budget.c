@@ -48,13 +48,10 @@ static uint64_t least(uint64_t a, uint64_t b)
  */
 uint64_t mpsd_budget_added(const struct mpsd_period *period, uint64_t speed)
 {
-	uint64_t copies, waited = period->waited_ns, added;
+	uint64_t copies = speed ? period->bytes * 1000 / speed : 0, waited = period->waited_ns, added;
 
-	if (!speed)
-		return 0;
 	if (waited < SHORT_NS && period->looked_ns > waited)
 		waited = period->looked_ns;
-	copies = period->bytes * 1000 / speed;
 	if (waited < SHORT_NS)
 		added = least(copies, waited) + period->forced_ns;
 	else

@@ -22,7 +22,7 @@ struct mpsd_period {
 /* How fast the GPU copies within its memory, in bytes per microsecond, by its attributes. 0: unknown. */
 uint64_t mpsd_budget_speed(int memory_clock_khz, int bus_bits);
 
-/* The part of the period's length that saving added, in ns. 0 where `speed` is 0. */
+/* The part of the period's length that saving added, in ns; without the copies where `speed` is 0. */
 uint64_t mpsd_budget_added(const struct mpsd_period *period, uint64_t speed);
 
 /* Periods since the debt was last 0. */

@@ -28,7 +28,9 @@ static struct chunk {
 	CUdeviceptr base;
 	size_t size;
 	bool is_last;		/* to be cut off in the copy that was left; behind the fence */
+	unsigned int losses;	/* of all chunks, before this one was taken out */
 } chunks[MOST_CHUNKS];
+static unsigned int losses;
 static unsigned int chunk_count, chunk_now;
 static size_t chunk_used;		/* of chunks[chunk_now] */
 static bool is_short;			/* the last one could not be had */
@@ -93,12 +95,27 @@ CUdeviceptr mpsd_chunk_take(uint64_t size, uint64_t *got)
 	return at;
 }
 
+/* A chunk that was counted. After a loss of all chunks the context that was left may still write to it: it is nobody's, too. */
 static void add_chunk(struct chunk chunk)
 {
+	bool is;
+
 	mpsd_word_take(&mpsd_exact_lock);
-	if (chunk_count < MOST_CHUNKS)
+	is = chunk_count < MOST_CHUNKS && chunk.losses == losses;
+	if (is)
 		chunks[chunk_count++] = chunk;
 	mpsd_word_give(&mpsd_exact_lock);
+	if (!is)
+		count_held(-(uint64_t)chunk.size);
+}
+
+/* With the lock. */
+static struct chunk take_last_chunk(void)
+{
+	struct chunk chunk = chunks[--chunk_count];
+
+	chunk.losses = losses;
+	return chunk;
 }
 
 /* It may have been shut a moment ago. */
@@ -119,7 +136,7 @@ uint64_t mpsd_undo_bytes(void)
 
 CUresult mpsd_chunk_more(uint64_t size)
 {
-	CUdeviceptr base;
+	struct chunk chunk = { 0 };
 	CUresult result;
 	size_t there;
 
@@ -140,13 +157,15 @@ CUresult mpsd_chunk_more(uint64_t size)
 	mpsd_spending_of_device();
 	while (mpsd_now_ns() < atomic_load(&rests_until))
 		mpsd_pause(1);
-	result = mpsd_memory_alloc_inside(&base, size, MPSD_INSIDE_ONLY);
+	chunk.size = size;
+	chunk.losses = __atomic_load_n(&losses, __ATOMIC_RELAXED);
+	result = mpsd_memory_alloc_inside(&chunk.base, size, MPSD_INSIDE_ONLY);
 	is_short = result == CUDA_ERROR_OUT_OF_MEMORY;
 	/* While another thread captures it may be forbidden. */
 	if (result != CUDA_SUCCESS)
 		return result == MPSD_AGAIN || mpsd_is_loss(result) ? result : CUDA_ERROR_OUT_OF_MEMORY;
-	add_chunk((struct chunk){ .base = base, .size = size });
 	count_held(size);
+	add_chunk(chunk);
 	return CUDA_SUCCESS;
 }
 
@@ -185,6 +204,7 @@ void mpsd_exact_lose_room(void)
 	const char *why = OPEN_ROOM;
 
 	mpsd_word_take(&mpsd_exact_lock);
+	__atomic_store_n(&losses, losses + 1, __ATOMIC_RELAXED);
 	while (chunk_count)
 		atomic_fetch_sub(&held, chunks[--chunk_count].size);
 	mpsd_chunks_empty();
@@ -272,7 +292,7 @@ static bool take_chunk(struct chunk *chunk)
 	mpsd_word_take(&mpsd_exact_lock);
 	is = chunk_count && !mpsd_is_left();
 	if (is)
-		*chunk = chunks[--chunk_count];
+		*chunk = take_last_chunk();
 	mpsd_word_give(&mpsd_exact_lock);
 	return is;
 }
@@ -313,7 +333,7 @@ static bool take_unused(uint64_t most, struct chunk *chunk)
 	used = chunk_now + (chunk_used != 0);
 	is = chunk_count > used && atomic_load(&held) > most && !mpsd_is_left();
 	if (is)
-		*chunk = chunks[--chunk_count];
+		*chunk = take_last_chunk();
 	mpsd_word_give(&mpsd_exact_lock);
 	return is;
 }

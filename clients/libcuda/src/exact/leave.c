@@ -129,6 +129,13 @@ void mpsd_release_begin(void)
 		atomic_store(&is_on, false);
 }
 
+/* The thread is not there, and nothing is released any more. */
+void mpsd_release_child(void)
+{
+	atomic_store(&is_over, true);
+	atomic_store(&is_on, false);
+}
+
 void mpsd_release_at_end(void)
 {
 	atomic_store(&is_over, true);

@@ -28,7 +28,8 @@ void mpsd_leave_text(char *text, size_t room);
 
 /*
  * A thread releases snapshot buffers beyond the limit as soon as nothing is saved in them; all of them, of a program that has
- * left. At the program's end: it is waited for, a moment.
+ * left. At the program's end: it is waited for, a moment. In a forked child there is no such thread.
  */
 void mpsd_release_begin(void);
+void mpsd_release_child(void);
 void mpsd_release_at_end(void);

@@ -13,11 +13,13 @@
 
 static atomic_uint_least64_t limit = MPSD_NO_LIMIT, wanted, asked_ns;
 static atomic_bool is_refused;	/* the daemon has answered that it cannot meet a request, and the limit is still the same */
+static atomic_uint refusals;	/* such answers */
 
 /* With the lock */
 static struct mpsd_misses misses;
-static struct mpsd_leaving leaving;	/* when the epoch ends, */
-static bool is_leaving;			/* for the program misses too often */
+static struct mpsd_leaving leaving;	/* as of the last miss */
+static bool is_leaving;			/* at the end of an epoch: the program misses too often */
+static unsigned int counted;		/* of the refusals: each makes one miss at most */
 
 uint64_t mpsd_limit(void)
 {
@@ -36,39 +38,61 @@ void mpsd_limit_want(uint64_t bytes)
 	mpsd_line_wake();
 }
 
+/* With the lock. The limit may have been raised since the last miss. */
+static void forget_what_fits_now(uint64_t has)
+{
+	if (leaving.values[0] > has)
+		return;
+	misses = (struct mpsd_misses){ 0 };
+	is_leaving = false;
+}
+
 bool mpsd_limit_missed(uint64_t needs, bool may_come_back)
 {
-	uint64_t has = atomic_load(&limit);
 	bool refused = atomic_load(&is_refused);
+	unsigned int answers = atomic_load(&refusals);
+	uint64_t has = atomic_load(&limit);
 
 	mpsd_limit_want(needs);
 	if (!refused)
 		return true;
 	mpsd_word_take(&mpsd_exact_lock);
-	is_leaving = mpsd_budget_miss(&misses, mpsd_now_ns());
-	leaving = (struct mpsd_leaving){
-		.budget = MPSD_FAILOVER_BUDGET_MEMORY,
-		.values = { needs, has },
-		.may_come_back = may_come_back,
-	};
+	forget_what_fits_now(has);
+	/* Epochs are short, so one refusal meets many of them. */
+	if (counted != answers) {
+		counted = answers;
+		is_leaving = mpsd_budget_miss(&misses, mpsd_now_ns());
+		leaving = (struct mpsd_leaving){
+			.budget = MPSD_FAILOVER_BUDGET_MEMORY,
+			.values = { needs, has },
+			.may_come_back = may_come_back,
+		};
+	}
 	mpsd_word_give(&mpsd_exact_lock);
 	return false;
 }
 
 void mpsd_limit_end(void)
 {
+	forget_what_fits_now(atomic_load(&limit));
 	if (is_leaving)
 		mpsd_leave(&leaving);
 }
 
-void mpsd_limit_told(uint64_t bytes)
+void mpsd_limit_told(uint64_t bytes, uint64_t wish)
 {
-	uint64_t request = atomic_exchange(&wanted, 0), before = atomic_exchange(&limit, bytes);
+	uint64_t request = atomic_load(&wanted), before = atomic_exchange(&limit, bytes);
+	bool is_answer = request && wish == request;
 
-	if (request > bytes)
+	if (is_answer && request > bytes) {
 		atomic_store(&is_refused, true);
-	else if (request || bytes != before)
+		atomic_fetch_add(&refusals, 1);
+	} else if (is_answer || bytes != before) {
 		atomic_store(&is_refused, false);
+	}
+	/* Not a larger one that the program has made meanwhile. */
+	if (is_answer || request <= bytes)
+		atomic_compare_exchange_strong(&wanted, &request, 0);
 	mpsd_release_begin();
 }
 

@@ -24,6 +24,9 @@ bool mpsd_limit_missed(uint64_t needs, bool may_come_back);
 /* With the lock, at the end of an epoch: the program may leave. */
 void mpsd_limit_end(void);
 
-/* From the thread of line.c: the daemon's limit, NO_LIMIT if it has none; the request that is not answered yet, or 0. */
-void mpsd_limit_told(uint64_t bytes);
+/*
+ * From the thread of line.c: the daemon's limit, NO_LIMIT if it has none, and the request that this answers, or 0; the request
+ * that is not answered yet, or 0.
+ */
+void mpsd_limit_told(uint64_t bytes, uint64_t wish);
 uint64_t mpsd_limit_wanted(void);

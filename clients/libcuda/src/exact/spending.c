@@ -105,7 +105,8 @@ static void note(uint64_t added_ns, uint64_t now)
 	mpsd_stats->saved_bytes += period.bytes;
 	mpsd_stats->saved_added_ns += added_ns;
 	mpsd_stats->saved_rest_ns += rest_ns;
-	if (!atomic_load(&is_told) || now - told_ns < TELL_NS)
+	/* Without the time of the copies the figures would be too low. */
+	if (!atomic_load(&is_told) || now - told_ns < TELL_NS || (mpsd_stats->saved_bytes && !atomic_load(&speed)))
 		return;
 	told_ns = now;
 	atomic_store(&is_due, true);

@@ -12,6 +12,7 @@ static int told_line = -1;
 static struct {
 	uint64_t held, wanted;
 	bool has_left;
+	bool has_limit;		/* since WELCOME; until then a wish may have met no limit, and has no answer */
 } told;
 
 void mpsd_budgets_welcome(int line, const struct mpsd_failover_message *welcome)
@@ -22,7 +23,7 @@ void mpsd_budgets_welcome(int line, const struct mpsd_failover_message *welcome)
 	told = (__typeof__(told)){ 0 };
 	mpsd_spending_budget(is ? welcome->values[5] : 0, is);
 	if (!is)
-		mpsd_limit_told(MPSD_NO_LIMIT);
+		mpsd_limit_told(MPSD_NO_LIMIT, 0);
 }
 
 /* Limit and budget stay as they were: the daemon comes back. */
@@ -35,8 +36,10 @@ void mpsd_budgets_limit(const struct mpsd_failover_message *limit)
 {
 	if (told_line < 0)
 		return;
-	told.wanted = 0;
-	mpsd_limit_told(limit->values[0]);
+	if (!told.has_limit || limit->values[1] == told.wanted)
+		told.wanted = 0;
+	told.has_limit = true;
+	mpsd_limit_told(limit->values[0], limit->values[1]);
 }
 
 static bool tell_leaving(void)

@@ -370,6 +370,7 @@ static void in_child(void)
 	busy = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 	mpsd_phase_child();
 	mpsd_exact_child();
+	mpsd_release_child();
 	mpsd_captures_child();
 	mpsd_kept_child();
 	mpsd_room_child();
