@@ -34,11 +34,12 @@ from mpsd.base.errors import (
     UsageError,
 )
 from mpsd.base.model import Gpu, Liveness, ProcessInstance, ZonePolicy
-from mpsd.base.protection import ProtectionLevel
+from mpsd.base.protection import Protection, ProtectionLevel
 from mpsd.clients.starts import Starts
 from mpsd.config.schema import BackendName
 from mpsd.core import events as ev
 from mpsd.core import slots
+from mpsd.core.failover import budgets
 from mpsd.core.faults import taxonomy
 from mpsd.core.proof import grounds
 from mpsd.core.state import Client, DomainState, State
@@ -340,17 +341,17 @@ class Operations:
             "directory": None if domain is None else str(self._daemon.layout.pipe_dir(domain)),
             "lost": self._is_lost(domain),
             "backend": self._daemon.backend.name,
-            **self._protection_of(peer.uid, gpus),
+            **self._protection_of(peer.uid, gpus, domain),
             "percentages": self._percentages(domain),
         }
 
-    def _protection_of(self, uid: int, gpus: Sequence[str]) -> Mapping[str, Any]:
+    def _protection_of(self, uid: int, gpus: Sequence[str], domain: str | None) -> Mapping[str, Any]:
         """Return the level of a program that this user starts now, and the sockets that its level has.
 
         The sockets follow the allowed level: an obstacle can end while the program runs.
         """
         daemon, protection = self._daemon, self._daemon.protection
-        now = protection.of(gpus, uid)
+        now = self._within_budgets(protection.of(gpus, uid), uid, domain)
         vault = protection.allows(ProtectionLevel.GUARD, gpus, uid)
         failover = protection.allows(ProtectionLevel.FAILOVER, gpus, uid)
         return {
@@ -358,6 +359,20 @@ class Operations:
             "vault": daemon.vault.offered_at if vault else "",
             "failover": daemon.failover.offered_at if failover else "",
         }
+
+    def _within_budgets(self, now: Protection, uid: int, name: str | None) -> Protection:
+        """Return the level that a further client of this domain gets with the budgets of fail-over."""
+        state = self._daemon.runtime.state
+        domain = state.domains.get(name or "")
+        if domain is None or now.level is not ProtectionLevel.FAILOVER:
+            return now
+        account = state.slots[domain.slot].accountable
+        gpu, why = budgets.obstacle(state, domain.gpus, uid if account is None else account)
+        if not gpu:
+            return now
+        index = next((g.index for g in self._daemon.gpus if g.uuid == gpu), gpu)
+        remedy = "it fails over as soon as other clients end (mpsd-ctl status)"
+        return Protection(ProtectionLevel.GUARD, f"GPU {index} {why}", remedy)
 
     def _percentages(self, domain: str | None) -> Reply | None:
         known = self._daemon.runtime.state.domains.get(domain or "")

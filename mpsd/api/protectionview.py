@@ -14,7 +14,7 @@ from mpsd.api.failoverview import EXCLUSIVE
 from mpsd.base.model import FailoverMode, ProcessInstance
 from mpsd.base.protection import Protection, ProtectionLevel
 from mpsd.clients.starts import Start
-from mpsd.core.failover import plan
+from mpsd.core.failover import budgets, plan
 from mpsd.core.failover.participants import Participant, Standing
 from mpsd.core.state import Client, ClientState, DomainState, State
 from mpsd.core.victims import work_is_lost
@@ -139,8 +139,7 @@ def _why_no_failover(state: State, participant: Participant | None, known: Knowl
             return "it is moving to another domain"
         case Standing.WAITING if participant.capped is not None:
             gpu = known.gpus.get(participant.capped, participant.capped)
-            most = state.policy.standby_contexts
-            return f"{most} standby context{'' if most == 1 else 's'} on GPU {gpu}, the most"
+            return f"GPU {gpu} {budgets.full(state)}"
     target = plan.target_of(state, participant)
     if target is None:
         return _why_no_target(state, participant)

@@ -162,12 +162,12 @@ KINDS: Mapping[Code, Kind] = MappingProxyType(
             _DESCRIPTORS,
         ),
         Code.SNAPSHOT_BUDGET: Kind(
-            "{count} client(s) of domain {subject} stay at guard: saving exceeds a budget ({detail})",
+            "{count} client(s) of domain {subject} have left fail-over: saving exceeds a budget ({detail})",
             "read the reason in mpsd-ctl status; a list of read-only memory can help (mpsd help failover)",
             degrades=False,
         ),
         Code.STANDBY_CAP: Kind(
-            "{count} client(s) of {subject} stay at guard: it has {detail} standby contexts, the most",
+            "{count} client(s) wait for fail-over: {subject} has its limit of {detail} standby contexts",
             "raise [failover] standby_contexts if a longer stall is acceptable (mpsd-ctl doctor shows it)",
             degrades=False,
         ),

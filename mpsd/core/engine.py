@@ -100,6 +100,7 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "failover-last": serialreplay.on_last,
     "standby-linger": handlers.on_linger,
     budgets.SETTLE: budgets.on_settle,
+    budgets.PLACE: budgets.on_place_due,
     memory.WAIT: memory.on_wait,
     memory.BACK: memory.on_reoffer,
 }

@@ -522,7 +522,7 @@ def _excess(row: Mapping[str, Any] | None) -> Excess | None:
     if row is None:
         return None
     budget, needs, has = SnapshotBudget(row["budget"]), int(row["needs"]), int(row["has"])
-    return Excess(budget, needs, has, bool(row["listable"]), str(row["said"]))
+    return Excess(budget, needs, has, bool(row["listable"]))
 
 
 def _alive(process: ProcessInstance) -> bool:

@@ -229,7 +229,7 @@ def _excess(message: Message) -> Excess:
     match budget:
         case SnapshotBudget.TIME:
             thousandths = min(first * 1000 // max(1, second), MOST_THOUSANDTHS)
-            return Excess(SnapshotBudget.TIME, thousandths, third, bool(listable), message.text)
+            return Excess(SnapshotBudget.TIME, thousandths, third, bool(listable))
         case SnapshotBudget.MEMORY:
-            return Excess(SnapshotBudget.MEMORY, first, second, bool(listable), message.text)
+            return Excess(SnapshotBudget.MEMORY, first, second, bool(listable))
     raise Refused("budget")

@@ -140,9 +140,14 @@ def test_a_gpu_has_no_more_standby_contexts_than_configured() -> None:
     with Site(**SETTINGS, failover__standby_contexts="1") as site:
         site.start()
         first, second = ready(site), joined(site)
-        status = until_protected(site, second, "guard", "1 standby context on GPU 0, the most")
+        status = until_protected(site, second, "guard", "GPU 0 already has its limit of 1 standby context")
         (condition,) = rows_of(status, Code.STANDBY_CAP)
-        assert condition["text"].startswith("1 client(s) of GPU-")
+        assert condition["text"].startswith("1 client(s) wait for fail-over: GPU-")
+        offered = site.ask(lambda c: c.call("env"))["protection"]
+        assert (offered["level"], offered["why"]) == (
+            "guard",
+            "GPU 0 already has its limit of 1 standby context",
+        )
         first.close()
         assert said(second, "fo.prepare()")[0] == "STANDBY"
         until_protected(site, second, "failover", "")

@@ -124,9 +124,9 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
         mev.MemberPages(ME, True, 4096, 8192),
         mev.MemberHolds(ME, 5, 6),
         mev.MemberCost(ME, SavingCost(7, 8, 9)),
-        mev.MemberExceeds(ME, Excess(SnapshotBudget.TIME, 580, 30, True, "too slow")),
+        mev.MemberExceeds(ME, Excess(SnapshotBudget.TIME, 580, 30, True)),
         mev.MemberExceeds(ME, Excess(SnapshotBudget.TIME, 58_000, 30)),
-        mev.MemberExceeds(ME, Excess(SnapshotBudget.MEMORY, 14, 8, False, "too large")),
+        mev.MemberExceeds(ME, Excess(SnapshotBudget.MEMORY, 14, 8)),
         mev.MemberStayed(ME, 2, "why"),
     ]
     until(lambda: door.look(lambda: list(door.events)) == wanted, "all was heard")

@@ -138,11 +138,11 @@ def test_the_time_of_last_use_is_read(tmp_path: Path) -> None:
 def test_budgets_of_a_participant_are_read_and_written(tmp_path: Path) -> None:
     saved = recorded()
     gpus = frozenset(saved["slots"][0]["gpus"])
-    excess = {"budget": 1, "needs": 580, "has": 30, "listable": True, "said": "it saves too much"}
+    excess = {"budget": 1, "needs": 580, "has": 30, "listable": True}
     saved["members"][0] |= {"limit": {"bytes": 4096, "gpus": sorted(gpus)}, "excess": excess}
     state = restored(tmp_path, saved, memory=dict.fromkeys(gpus, 1 << 30))
     assert the_member(state).limit == SnapshotLimit(4096, gpus)
-    assert the_member(state).excess == Excess(SnapshotBudget.TIME, 580, 30, True, "it saves too much")
+    assert the_member(state).excess == Excess(SnapshotBudget.TIME, 580, 30, True)
     assert written(state, saved)["members"] == saved["members"][:1]
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mpsd.base.model import FailoverMode, ProcessInstance, SnapshotBudget
 from mpsd.core import effects as fx
@@ -26,8 +23,13 @@ POOL = 16 * GIB
 FIRST = POOL // FIRST_SHARE
 MEMORY = {GPU: POOL * POOL_SHARE, "GPU-1": POOL * POOL_SHARE}
 ON = Policy(failover=EXACT, gpu_memory=MEMORY, linger_limit_s=30.0)
-TOO_LARGE = Excess(SnapshotBudget.MEMORY, 14 * GIB, 8 * GIB, False, "one step saves 14 GiB")
-TOO_SLOW = Excess(SnapshotBudget.TIME, 580, 30, True, "saving adds 58 % to an epoch")
+TOO_LARGE = Excess(SnapshotBudget.MEMORY, 14 * GIB, 8 * GIB)
+TOO_SLOW = Excess(SnapshotBudget.TIME, 580, 30, True)
+
+
+def start_all(world: Site) -> None:
+    while names := [d.id for d in world.state.domains.values() if d.state is DomainState.STARTING]:
+        world.started(names[0])
 
 
 class Node(Site):
@@ -56,6 +58,25 @@ class Node(Site):
         """Say HOLDS. Return the limits that core then tells."""
         self.do(mev.MemberHolds(process(pid), held, wants))
         return self.limits()
+
+    def fills(self, pid: int, size: int) -> dict[int, int]:
+        """Want a limit, then fill it. Return the limits that core told for the wish."""
+        told = self.holds(pid, 0, size)
+        self.holds(pid, min(size, self.limit(pid)))
+        return told
+
+    def other_account(self, *pids: int, uid: int = 1001, account: int | None = None) -> Node:
+        """Let programs of another user take part on the same GPU."""
+        slot = f"gpu0.uid{uid}"
+        self.do(ev.SlotWanted(slot, (GPU,), uid, account=account))
+        start_all(self)
+        for pid in pids:
+            home = self.state.slots[slot].active
+            assert home is not None
+            self.do(ev.ClientNoticed(home, facts(pid, uid=uid)))
+            self.do(ev.ClientAttached(home, process(pid), 1, tracked=True, apart=True))
+            self.do(mev.MemberCame(process(pid), uid, EXACT, budgets=True))
+        return self
 
     def limits(self) -> dict[int, int]:
         return {e.process.pid: e.bytes for e in self.made(fx.LimitSnapshots)}
@@ -112,6 +133,17 @@ def test_programs_without_budgets_get_no_limit() -> None:
     assert world.state.counters["failover_words_ignored"] == 1
 
 
+def test_without_a_known_size_of_the_gpu_there_is_no_limit() -> None:
+    """A limit of 0 would make every program leave."""
+    world = Node(replace(ON, gpu_memory={GPU: 0})).takes_part(10)
+    assert world.holds(10, 0, GIB) == {}
+    assert world.ever(fx.LimitSnapshots) == [] and world.state.members[process(10)].limit is None
+    old = SnapshotLimit(6 * GIB, frozenset({GPU}))
+    world.do(mev.MemberRestored(process(11), UID, EXACT, "d1", "", old))
+    world.takes_part(11)
+    assert world.ever(fx.LimitSnapshots) == []
+
+
 def test_a_wish_is_met_from_what_has_no_limit_first() -> None:
     world = Node().takes_part(10, 11)
     assert world.holds(10, 0, POOL - FIRST) == {10: POOL - FIRST}
@@ -124,7 +156,7 @@ def test_a_wish_is_met_from_what_has_no_limit_first() -> None:
 
 def test_a_wish_that_cannot_be_met_is_answered_with_the_same_limit() -> None:
     world = Node().takes_part(10, 11)
-    world.holds(10, POOL - FIRST, POOL - FIRST)
+    world.fills(10, POOL - FIRST)
     world.holds(11, FIRST)
     assert world.holds(11, FIRST, 2 * FIRST) == {11: FIRST}
     assert world.limit(10) == POOL - FIRST
@@ -162,7 +194,7 @@ def test_a_wish_takes_what_others_do_not_hold_most_from_the_one_with_most() -> N
 
 def test_a_participant_that_says_nothing_of_its_buffers_after_a_restart_has_none() -> None:
     world = Node().takes_part(10)
-    world.holds(10, 4 * GIB, 4 * GIB)
+    world.fills(10, 4 * GIB)
     world.leaves(10)
     new = world.restarted()
     assert budgets.free(new.state, GPU) == POOL - 4 * GIB
@@ -173,14 +205,14 @@ def test_a_participant_that_says_nothing_of_its_buffers_after_a_restart_has_none
 
 def test_a_program_that_holds_more_than_can_be_granted_is_told_to_release_it() -> None:
     world = Node().takes_part(10, 11)
-    world.holds(10, POOL - FIRST, POOL - FIRST)
+    world.fills(10, POOL - FIRST)
     assert world.holds(11, 3 * GIB) == {11: FIRST}
 
 
 def test_a_limit_comes_back_with_its_program_and_when_it_has_left() -> None:
     world = Node().takes_part(10, 11)
-    world.holds(10, 6 * GIB, 6 * GIB)
-    world.holds(11, 2 * GIB, 2 * GIB)
+    world.fills(10, 6 * GIB)
+    world.fills(11, 2 * GIB)
     world.leaves(10)
     assert budgets.free(world.state, GPU) == POOL - 8 * GIB, "it has not released its buffers yet"
     assert world.holds(10, 4 * GIB) == {}
@@ -210,144 +242,6 @@ def test_a_smaller_pool_cuts_the_limits_of_an_earlier_daemon() -> None:
     world = Node(replace(ON, gpu_memory={GPU: 32 * GIB}))
     world.do(mev.MemberRestored(process(10), UID, EXACT, "d1", "", SnapshotLimit(6 * GIB, frozenset({GPU}))))
     assert (world.limit(10), budgets.free(world.state, GPU)) == (4 * GIB, 0)
-
-
-def start_all(world: Site) -> None:
-    while names := [d.id for d in world.state.domains.values() if d.state is DomainState.STARTING]:
-        world.started(names[0])
-
-
-SLOTS = {"a": (GPU,), "b": ("GPU-1",), "both": (GPU, "GPU-1")}
-pids = st.integers(10, 21)
-sizes = st.one_of(st.integers(0, POOL), st.integers(0, 4).map(lambda n: n * FIRST), st.just(1 << 60))
-
-
-class Limits(RuleBasedStateMachine):
-    """Programs of three slots that come, grow, shrink, leave and end; the daemon restarts meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = self.daemon()
-        self.told: dict[int, int] = {}
-        self.held: dict[int, int] = {}
-        self.said: dict[int, int] = {}
-        self.saved = self.world.state
-
-    def daemon(self) -> Site:
-        world = Site(ON)
-        for slot, gpus in SLOTS.items():
-            world.do(ev.SlotWanted(slot, gpus, UID))
-        start_all(world)
-        world.do(ev.DriverFilesSeen(""))
-        return world
-
-    def do(self, event: ev.Event) -> None:
-        before = self.world.state.members
-        self.world.do(event)
-        for effect in self.world.made(fx.LimitSnapshots):
-            pid = effect.process.pid
-            self.told[pid] = effect.bytes
-            self.held[pid] = min(self.held.get(pid, 0), effect.bytes)
-        for who, member in self.world.state.members.items():
-            was = before.get(who)
-            lowered = was is not None and was.limit and member.limit and member.limit.bytes < was.limit.bytes
-            if lowered and member.limit:
-                assert member.limit.bytes >= self.said.get(who.pid, 0), "taken from what it holds"
-
-    def home(self, pid: int) -> str:
-        slot = self.world.state.slots[list(SLOTS)[pid % 3]]
-        assert slot.active is not None
-        return slot.active
-
-    def is_known(self, pid: int) -> bool:
-        return process(pid) in self.world.state.members
-
-    @rule(pid=pids)
-    def joins(self, pid: int) -> None:
-        home = self.home(pid)
-        if any(c.id.domain == home for c in self.world.state.spaces_of(process(pid))):
-            return
-        self.do(ev.ClientNoticed(home, facts(pid)))
-        self.do(ev.ClientAttached(home, process(pid), 1, tracked=True, apart=True))
-
-    @rule(pid=pids, mode=st.sampled_from((EXACT, EXACT, EXACT, KEEP)))
-    def says_hello(self, pid: int, mode: FailoverMode) -> None:
-        self.do(mev.MemberCame(process(pid), UID, mode, budgets=True))
-
-    @rule(pid=pids, size=sizes)
-    def grows(self, pid: int, size: int) -> None:
-        """An honest program fills its buffers up to its limit before it says so."""
-        self.held[pid] = min(size, self.told.get(pid, 0))
-
-    @rule(pid=pids, wants=sizes)
-    def says_holds(self, pid: int, wants: int) -> None:
-        held = self.held.get(pid, 0)
-        if self.is_known(pid):
-            self.said[pid] = held
-        self.do(mev.MemberHolds(process(pid), held, wants if wants > held else 0))
-
-    @rule(pid=pids)
-    def leaves(self, pid: int) -> None:
-        self.do(mev.MemberExceeds(process(pid), TOO_SLOW))
-
-    @rule(pid=pids)
-    def connection_ends(self, pid: int) -> None:
-        self.do(mev.MemberLeft(process(pid)))
-
-    @rule(pid=pids)
-    def ends(self, pid: int) -> None:
-        self.do(ev.ClientDied(process(pid)))
-        for known in (self.told, self.held, self.said):
-            known.pop(pid, None)
-
-    @rule(pid=pids)
-    def time_passes(self, pid: int) -> None:
-        self.do(ev.TimerFired(SETTLE, str(process(pid))))
-
-    @rule()
-    def is_saved(self) -> None:
-        self.saved = self.world.state
-
-    @rule(whole=st.booleans())
-    def restarts(self, whole: bool) -> None:
-        """Restart the daemon with the last state, or with an older one."""
-        old = self.world.state if whole else self.saved
-        living = {(c.id.process.pid, c.id.domain) for c in self.world.state.clients.values() if c.living}
-        self.world = self.daemon()
-        self.said.clear()
-        for m in old.members.values():
-            if m.home in self.world.state.domains:
-                self.do(mev.MemberRestored(m.process, m.uid, m.mode, m.home or "", "", m.limit, m.excess))
-        for pid, domain in sorted(living):
-            self.do(ev.ClientNoticed(domain, facts(pid)))
-            self.do(ev.ClientAttached(domain, process(pid), 1, tracked=True, apart=True))
-        self.saved = self.world.state
-
-    @invariant()
-    def the_limits_are_within_the_pool(self) -> None:
-        for gpu in MEMORY:
-            assert 0 <= budgets.free(self.world.state, gpu) <= POOL
-
-    @invariant()
-    def the_programs_are_told_the_limits_that_count(self) -> None:
-        for who, member in self.world.state.members.items():
-            if member.connected and member.limit is not None and budgets.has_limit(member):
-                assert self.told[who.pid] == member.limit.bytes
-
-    @precondition(lambda self: self.world.state.members)
-    @rule()
-    def all_end(self) -> None:
-        for who in tuple(self.world.state.members):
-            self.ends(who.pid)
-            # A participant that has no client any more goes with its connection.
-            self.do(mev.MemberLeft(who))
-        assert [budgets.free(self.world.state, gpu) for gpu in MEMORY] == [POOL, POOL]
-
-
-Limits.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestLimits = Limits.TestCase
 
 
 # -- programs that exceed a budget -----------------------------------------------------------------------
@@ -489,7 +383,7 @@ def test_the_ones_with_a_standby_context_keep_it_over_a_fault() -> None:
     world.fault(20)
     assert world.told() == [10, 11]
     fate = next(f for f in world.failover().fates if f.process.pid == 12)
-    assert fate.why == "its GPU has no more than 2 standby contexts"
+    assert fate.why == "its GPU already has its limit of 2 standby contexts"
     for pid in (10, 11):
         world.moved(pid, 2)
     # They have none before the next standby domain runs, and keep their places.

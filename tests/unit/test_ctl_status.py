@@ -491,7 +491,10 @@ def test_the_sample_of_the_readme_is_what_status_prints() -> None:
 def test_the_sample_of_the_page_status_is_what_status_prints() -> None:
     lost = client(4700, "none", "d1", memory_bytes=int(1.1 * GIB), command="./legacy", lost=True)
     train = client(4702, cost=614 << 20, domain="d2")
-    evaluation = client(4710, "guard", "snapshot needs 14 GiB", memory_bytes=5 * GIB, domain="d2")
+    train = train | {"protected": train["protected"] | {"cost_share": 0.012}}
+    evaluation = client(
+        4710, "guard", "snapshot budget: needs 14 GiB, has 8", memory_bytes=5 * GIB, domain="d2"
+    )
     served = {"memory_bytes": 47 * GIB // 48, "command": "python serve.py", "domain": "d2"}
     servers = [client(5000 + i, "observe", "started without mpsd-run", **served) for i in range(48)]
     shown = status(

@@ -188,7 +188,7 @@ def test_other_users_do_not_see_why() -> None:
 
 def test_a_client_beyond_a_budget_has_the_reason_and_what_may_bring_it_back() -> None:
     world = protected()
-    excess = Excess(SnapshotBudget.TIME, 580, 30, True, "saving adds 58 % to an epoch")
+    excess = Excess(SnapshotBudget.TIME, 580, 30, True)
     world.do(mev.MemberHolds(process(PID), 5 * COST))
     world.do(mev.MemberExceeds(process(PID), excess))
     why = "saving would slow it by 58 %, the budget is 3 %"
@@ -219,6 +219,9 @@ def test_a_client_without_a_standby_context_for_their_number_says_so() -> None:
     world.do(ev.ClientAttached("d1", process(PID + 1), 1, tracked=True, apart=True))
     world.do(mev.MemberCame(process(PID + 1), UID, EXACT))
     world.hello()
-    assert (world.row()["level"], world.row()["why"]) == ("guard", "1 standby context on GPU 3, the most")
+    assert (world.row()["level"], world.row()["why"]) == (
+        "guard",
+        "GPU 3 already has its limit of 1 standby context",
+    )
     world.die(PID + 1)
     assert world.row()["why"] == "its standby context is in preparation"

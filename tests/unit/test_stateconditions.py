@@ -171,5 +171,5 @@ def test_clients_beyond_a_budget_are_counted_and_so_are_those_beyond_the_standby
     assert condition == Condition(Code.SNAPSHOT_BUDGET, "d1", "memory: 1, time: 2", 3)
     assert (
         condition.text
-        == "3 client(s) of domain d1 stay at guard: saving exceeds a budget (memory: 1, time: 2)"
+        == "3 client(s) of domain d1 have left fail-over: saving exceeds a budget (memory: 1, time: 2)"
     )

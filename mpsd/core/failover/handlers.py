@@ -193,7 +193,7 @@ def on_ready(draft: Draft, event: mev.MemberReady) -> None:
     participant = _reporter(draft, event.process, event.generation)
     if participant is None or participant.standing not in OFFERED:
         return
-    if participant.standing is Standing.UNREADY and budgets.full_gpu(draft.state, participant):
+    if participant.standing is not Standing.READY and budgets.full_gpu(draft.state, participant):
         # Another participant's standby context has taken its place.
         plan.withdraw_offer(draft, participant, "too many standby contexts")
         refresh(draft, event.process)

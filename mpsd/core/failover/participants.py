@@ -91,14 +91,13 @@ class Excess:
     """The budget that a participant exceeds, so that it has left fail-over for good.
 
     `needs`, `has`: bytes for MEMORY, thousandths of an epoch for TIME. `listable`: a list of read-only
-    parameters may bring it under the budget. `said`: the program's own sentence.
+    parameters may bring it under the budget.
     """
 
     budget: SnapshotBudget
     needs: int
     has: int
     listable: bool = False
-    said: str = ""
 
     @property
     def why(self) -> str:

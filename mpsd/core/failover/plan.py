@@ -132,15 +132,22 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
 def _offer(draft: Draft, participant: Participant, target: Domain) -> None:
     """Offer the standby domain, unless a GPU has too many standby contexts."""
     if full := budgets.full_gpu(draft.state, participant):
-        most = draft.state.policy.standby_contexts
-        why = f"its GPU has no more than {most} standby contexts"
-        draft.put_participant(replace(participant, capped=full, placed=False, reason=why))
+        _cap(draft, participant, full)
         return
     offered = replace(participant, standing=Standing.OFFERED, generation=target.generation, reason="")
     # A participant that has lost its context moves at once, and then waits for a place as before.
     placed = participant.placed or not draft.state.has_lost(participant)
     draft.put_participant(replace(offered, ready_ms=None, bytes=0, capped=None, placed=placed))
     draft.emit(OfferStandby(participant.process, target.generation, target.id))
+    if placed:
+        subject = f"{participant.process} {target.generation}"
+        draft.emit(ArmTimer(budgets.PLACE, subject, budgets.PLACE_S))
+
+
+def _cap(draft: Draft, participant: Participant, gpu: str) -> None:
+    """Let a participant wait for a standby context on this GPU."""
+    why = f"its GPU {budgets.full(draft.state)}"
+    draft.put_participant(replace(participant, capped=gpu, placed=False, reason=why))
 
 
 def offer_free_places(draft: Draft, before: State) -> None:
