@@ -92,6 +92,10 @@ def on_adopted(draft: Draft, event: ev.DomainAdopted) -> None:
     draft.state = replace(draft.state, next_domain=later, adopting=True)
     role = ev.DomainRole.OLD if draft.state.stopping else event.role
     _adopt_role(draft, slot, draft.state.domains[event.domain], role)
+    replaced = event.state is DomainState.RETIRED and event.server is not None
+    if replaced and draft.state.policy.on_demand and not draft.state.stopping:
+        # The earlier daemon may have replaced an idle domain just before its end.
+        slots.hand_over(draft, event.domain)
 
 
 def _adopt_role(draft: Draft, slot: Slot, domain: Domain, role: ev.DomainRole) -> None:

@@ -150,12 +150,14 @@ class ServerDied:
 class ServerStartFailed:
     """A server that the control daemon started for a first client did not become ACTIVE.
 
-    `server`: None if it ended before mpsd saw the process.
+    `server`: None if it ended before mpsd saw the process. `late`: the server still runs, but its deadline
+    has passed.
     """
 
     domain: str
     reason: str
     server: ProcessInstance | None = None
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,10 +189,15 @@ def replace_idle(draft: Draft, name: str) -> None:
         domains.ensure(draft, slot.id)
         return
     # A client may have taken the old path just before the switch: the old domain waits for a later list.
-    idle = draft.state.domains[slot.active]
-    draft.put_domain(replace(idle, foreign=(draft.now, draft.now + HANDOVER_S)))
-    draft.emit(ArmTimer(lists.UNSURE, idle.id, lists.UNSURE_S))
-    domains.leave(draft, idle.id, DomainTrigger.RETIRE)
+    hand_over(draft, slot.active)
+    domains.leave(draft, slot.active, DomainTrigger.RETIRE)
+
+
+def hand_over(draft: Draft, name: str) -> None:
+    """Let a domain serve clients that took its path before; it is not stopped before a later list."""
+    domain = draft.state.domains[name]
+    draft.put_domain(replace(domain, foreign=(draft.now, draft.now + HANDOVER_S)))
+    draft.emit(ArmTimer(lists.UNSURE, name, lists.UNSURE_S))
 
 
 def refusal(state: State, wanted: SlotWanted, now: float) -> SlotRefusal | None:

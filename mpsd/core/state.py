@@ -180,7 +180,7 @@ class Domain:
     `suspected`: when a log that every user can write last reported a fault [monotonic s].
     `server_lost`: when its idle server ended and its control daemon was given time to start another one.
     `foreign`: times of the first and the latest log line with a process of another user. It may be a client
-    until a list has told. An idle domain that is replaced has such times too: see mpsd.core.slots.
+    until a list has told. A domain that hands its path over has such times too: see mpsd.core.slots.
     `unpinned`: the number of listed clients that mpsd does not show for want of descriptors.
     `successor`: it was started to take the place of an idle domain.
     """

@@ -28,7 +28,7 @@ from mpsd.mps import log as mpslog
 from mpsd.mps.control import OUTPUT_FILE, ControlDaemon, TerminateOutcome
 from mpsd.mps.logreader import LogReader
 from mpsd.mps.pathhealth import Path, PathHealth
-from mpsd.mps.startup import FirstServer, ServerEndedError, StartWatch
+from mpsd.mps.startup import FirstServer, FirstServerCallbacks, ServerEndedError, StartWatch
 from mpsd.os import processes
 from mpsd.os.descriptors import REMEDY, Charge, DescriptorBudget, Purpose
 from mpsd.os.pinned import Pinned
@@ -223,11 +223,19 @@ class RunningDomains:
     def _first_server(self, host: RunningDomain) -> FirstServer:
         """Watch the start of the server that the control daemon makes for a first client."""
 
-        def tell(reason: str, server: ProcessInstance | None) -> None:
+        def failed(reason: str, server: ProcessInstance | None, *, late: bool = False) -> None:
             log.error("the server did not start", domain=host.name, reason=reason)
-            self._callbacks.post(ev.ServerStartFailed(host.name, reason, server))
+            self._callbacks.post(ev.ServerStartFailed(host.name, reason, server, late))
 
-        return FirstServer(host.control, self._start_deadline_s, tell, self._tasks.spawn)
+        def died(server: ProcessInstance) -> None:
+            # No question may have found this server before its end.
+            self._callbacks.post(ev.ServerSeen(host.name, server, _user_of(server)))
+            self._callbacks.post(ev.ServerDied(host.name, server))
+
+        callbacks = FirstServerCallbacks(
+            failed, lambda why, server: failed(why, server, late=True), died, lambda: self.ask(host.name)
+        )
+        return FirstServer(host.control, self._start_deadline_s, callbacks, self._tasks.spawn)
 
     async def _must_be_reachable(self, host: RunningDomain) -> None:
         """Raise ControlError if no client of its user could get to a new domain."""

@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 
-from mpsd.base.errors import ControlError
-from mpsd.base.model import ProcessInstance
+from mpsd.base.errors import ControlError, MpsdError
+from mpsd.base.model import ProcessInstance, ServerState
 from mpsd.base.text import printable
 from mpsd.mps import log as mpslog
 from mpsd.mps.control import ControlDaemon
 
 STATUS_PATIENCE_S = 0.25
 _LOOK_AGAIN_S = 0.05
+_ASK_S = 2.0
 _WORDS = 300
 
 
@@ -107,6 +109,21 @@ class StartWatch:
         return f"{text}: {printable(words, _WORDS)}" if words else text
 
 
+@dataclass(frozen=True, slots=True)
+class FirstServerCallbacks:
+    """Receivers of what became of a first server.
+
+    `failed`: why it ended before it was ready, and the server, if it was seen. `late`: why it counts as
+    failed although it runs. `died`: it ended after its control daemon had called it ready. `ask`: ask for its
+    state, which is known to be final.
+    """
+
+    failed: Callable[[str, ProcessInstance | None], None]
+    late: Callable[[str, ProcessInstance], None]
+    died: Callable[[ProcessInstance], None]
+    ask: Callable[[], None]
+
+
 class FirstServer:
     """The start of a server that the control daemon makes for a first client, until the server is ACTIVE.
 
@@ -118,31 +135,47 @@ class FirstServer:
         self,
         control: ControlDaemon,
         deadline_s: float,
-        tell: Callable[[str, ProcessInstance | None], None],
+        callbacks: FirstServerCallbacks,
         spawn: Callable[[Coroutine[None, None, None]], object],
     ) -> None:
-        """`tell`: receives why a server did not become ACTIVE, and the server, if it was seen."""
-        self._control, self._deadline_s, self._tell, self._spawn = control, deadline_s, tell, spawn
+        self._control, self._deadline_s, self._spawn = control, deadline_s, spawn
+        self._callbacks = callbacks
         self._watch = StartWatch()
         self._timer: asyncio.TimerHandle | None = None
         self._ending = False
+        self._ready: int | None = None
+        self._closed = False
         self.told = False
 
     def feed(self, line: mpslog.LogLine, *, private: bool) -> None:
         """Take a line of the domain's log. Only that of a `private` domain tells of an unseen server."""
         self._watch.feed(line)
-        if isinstance(line.event, mpslog.ServerStarted):
-            instances = self._control.server_instances()
-            if instances and self._timer is None:
-                loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(self._deadline_s, self._late, instances[-1])
-        elif private and self._watch.failed and not self._control.server_instances():
+        match line.event:
+            case mpslog.ServerStarted():
+                if self._timer is None:
+                    self._arm(self._present())
+                return
+            case mpslog.ServerReady(pid=pid):
+                self._ready = pid
+            case _:
+                pass
+        if private and self._watch.failed and not self._control.server_instances():
             self.ended(None)
 
+    def _present(self) -> ProcessInstance | None:
+        instances = self._control.server_instances()
+        return instances[-1] if instances else None
+
     def ended(self, server: ProcessInstance | None) -> None:
-        """Report that a server has ended before it was ACTIVE. `server`: None if it was not seen."""
-        self.close()
-        if not self._ending:
+        """Report that a server has ended before it was ACTIVE. `server`: None if it was not seen.
+
+        A server that was ready may have had clients, although mpsd has not read its state yet.
+        """
+        self._disarm()
+        if server is not None and server.pid == self._ready:
+            self._watch = StartWatch()
+            self._callbacks.died(server)
+        elif not self._ending:
             self._ending = True
             self._spawn(self._obituary(server))
 
@@ -151,15 +184,47 @@ class FirstServer:
         self._watch, self._ending = StartWatch(), False
         if not self.told or server is not None:
             self.told = True
-            self._tell(reason, server)
+            self._callbacks.failed(reason, server)
 
-    def _late(self, server: ProcessInstance) -> None:
+    def _arm(self, server: ProcessInstance | None) -> None:
+        """Give this server the whole deadline. None: it is not seen yet."""
+        if not self._closed:
+            self._timer = asyncio.get_running_loop().call_later(self._deadline_s, self._due, server)
+
+    def _due(self, server: ProcessInstance | None) -> None:
         self._timer = None
-        if server in self._control.server_instances() and not self.told:
+        present = self._present()
+        if present is None:
+            return
+        if present != server:
+            self._arm(present)
+        elif not self.told:
+            self._spawn(self._decide(present))
+
+    async def _decide(self, server: ProcessInstance) -> None:
+        """Ask the control daemon, because an earlier question may have had no answer."""
+        try:
+            state = await self._control.server_state(server.pid, _ASK_S)
+        except (MpsdError, OSError):
+            # Without an answer the server may well be ACTIVE.
+            state = None
+        if self._closed or self.told or server != self._present():
+            return
+        if state is ServerState.INITIALIZING:
             self.told = True
-            self._tell(f"server {server.pid} was not ACTIVE after {self._deadline_s:g} s", server)
+            self._callbacks.late(f"server {server.pid} was not ACTIVE after {self._deadline_s:g} s", server)
+            return
+        if state is not None:
+            self._callbacks.ask()
+        if self._timer is None:
+            self._arm(server)
 
     def close(self) -> None:
+        """End the watch: the server has become ACTIVE or has faulted, or the domain is forgotten."""
+        self._closed = True
+        self._disarm()
+
+    def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

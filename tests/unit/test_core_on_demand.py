@@ -296,6 +296,92 @@ def test_after_a_server_failed_for_its_first_client_the_next_domain_has_one() ->
     assert world.path() == "d3" and world.state.slots[SLOT].failures == 0
 
 
+def test_a_late_first_server_keeps_the_clients_that_wait_for_it() -> None:
+    """The start may only be slow: no list names a client before the server is ACTIVE."""
+    world = demand()
+    world.do(ev.ServerSeen("d1", server_of("d1"), UID))
+    world.server_state("d1", ServerState.INITIALIZING)
+    world.do(ev.ServerStartFailed("d1", "not ACTIVE after 20 s", server_of("d1"), late=True))
+    assert world.domain("d1").server == server_of("d1")
+    left = [e for e in world.made(fx.Publish) if e.kind == "domain-left"]
+    assert [e.data["lost"] for e in left] == [False]
+    assert starts(world) == [("d1", False), ("d2", True)]
+    world.started("d2")
+    assert world.path() == "d2" and not stops(world)
+    world.wait(lists.UNSURE_S + slots.HANDOVER_S).timer(lists.UNSURE, "d1")
+    assert not stops(world)
+    world.server_state("d1", ServerState.ACTIVE)
+    world.join(1)
+    world.wait(1).do(ev.ClientsListed("d1", world.now, frozenset({1})))
+    world.wait(lists.LIST_WAIT_S).timer(lists.QUIET_LOG, "d1")
+    assert not stops(world)
+    world.die(1)
+    world.work_ended(1)
+    assert stops(world) == ["d1"]
+
+
+def test_a_late_server_that_is_active_by_now_stays() -> None:
+    world = used()
+    world.do(ev.ServerStartFailed("d1", "not ACTIVE after 20 s", server_of("d1"), late=True))
+    assert world.domain("d1").state is DomainState.ACTIVE and world.path() == "d1"
+
+
+def test_a_late_server_that_ends_is_a_failed_start_once() -> None:
+    world = demand()
+    world.do(ev.ServerStartFailed("d1", "not ACTIVE after 20 s", server_of("d1"), late=True))
+    world.started("d2")
+    world.wait(lists.UNSURE_S + slots.HANDOVER_S)
+    world.do(ev.ServerStartFailed("d1", "invalid argument", server_of("d1")))
+    assert stops(world) == ["d1"] and world.state.counters["server_starts_failed"] == 1
+
+
+def test_after_a_failed_first_server_the_domain_ends_once_its_clients_are_known() -> None:
+    world = demand()
+    world.do(ev.ServerStartFailed("d1", "invalid argument", server_of("d1")))
+    world.started("d2")
+    assert world.path() == "d2" and not stops(world)
+    world.wait(lists.UNSURE_S + slots.HANDOVER_S).timer(lists.UNSURE, "d1")
+    assert stops(world) == ["d1"]
+
+
+def test_an_unseen_server_says_nothing_about_one_that_serves() -> None:
+    world = used()
+    world.do(ev.ServerStartFailed("d1", "invalid argument", None))
+    assert world.domain("d1").state is DomainState.ACTIVE and world.path() == "d1"
+
+
+def test_a_replaced_idle_domain_is_handed_over_in_a_later_daemon_too() -> None:
+    world = World(Policy(on_demand=True, idle_s=IDLE_S))
+    world.do(ev.SlotWanted(SLOT, (GPU,), UID, start=False))
+    world.adopt("d1", ev.DomainRole.OLD, DomainState.RETIRED)
+    world.adopt("d3", ev.DomainRole.ACTIVE, DomainState.ACTIVE, server=False, server_state=ServerState.GONE)
+    world.do(ev.AdoptionDone())
+    assert world.path() == "d3" and not stops(world)
+    listed(world, "d1")
+    assert not stops(world)
+    world.wait(slots.HANDOVER_S * 2)
+    listed(world, "d1")
+    assert stops(world) == ["d1"]
+
+
+def test_the_path_stays_at_a_dead_control_daemon_until_another_one_has_started() -> None:
+    world = demand()
+    world.do(ev.ControlDied("d1", control_of("d1")))
+    assert starts(world) == [("d1", False), ("d2", False)] and world.path() == "d1"
+    world.do(ev.DomainStartFailed("d2", "no memory"))
+    assert world.path() == "d1" and stops(world) == ["d2"]
+    world.timer("ensure", SLOT)
+    assert starts(world)[2:] == [("d3", True)]
+    world.started("d3")
+    assert world.path() == "d3" and "d1" in stops(world)
+
+
+def test_in_use_the_standby_domain_takes_the_path_of_a_dead_control_daemon() -> None:
+    world = used()
+    world.do(ev.ControlDied("d1", control_of("d1")))
+    assert world.path() == "d2"
+
+
 def test_a_report_about_an_earlier_server_counts_for_nothing() -> None:
     world = used()
     world.do(ev.ServerStartFailed("d1", "invalid argument", process(77)))

@@ -201,11 +201,11 @@ class Daemon(RuleBasedStateMachine):
         name = self.domain_named(pick)
         self.do(ev.ServerDied(name, process(5) if other else server_of(name)))
 
-    @rule(pick=picks, seen=st.sampled_from((None, 5, 0)))
-    def server_fails_to_start(self, pick: int, seen: int | None) -> None:
+    @rule(pick=picks, seen=st.sampled_from((None, 5, 0)), late=st.booleans())
+    def server_fails_to_start(self, pick: int, seen: int | None, late: bool) -> None:
         name = self.domain_named(pick)
         server = None if seen is None else process(seen) if seen else server_of(name)
-        self.do(ev.ServerStartFailed(name, "invalid argument", server))
+        self.do(ev.ServerStartFailed(name, "invalid argument", server, late and server is not None))
 
     @rule(pick=picks, uid=st.sampled_from((None, UID, 2000)))
     def server_seen(self, pick: int, uid: int | None) -> None:

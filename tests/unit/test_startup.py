@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpsd.base.errors import DeadlineError
-from mpsd.base.model import ProcessInstance
+from mpsd.base.model import ProcessInstance, ServerState
 from mpsd.mps import startup
 from mpsd.mps.log import LogParser
 from mpsd.mps.startup import ServerEndedError, StartWatch
@@ -24,9 +24,17 @@ class Control:
         self.server: ProcessInstance | None = None
         self.active = asyncio.Event()
         self.error: Exception | None = None
+        self.state: ServerState | None = ServerState.INITIALIZING
+        self.questions = 0
 
     def server_instances(self) -> tuple[ProcessInstance, ...]:
         return (self.server,) if self.server else ()
+
+    async def server_state(self, server: int, deadline_s: float) -> ServerState:
+        self.questions += 1
+        if self.state is None:
+            raise DeadlineError("no answer")
+        return self.state
 
     async def wait_active(self, deadline_s: float) -> int:
         await self.active.wait()
@@ -105,23 +113,43 @@ def test_a_flood_of_text_is_cut() -> None:
     assert len(text) < 400
 
 
+READY = "[2026-11-29 12:00:00.000 Control 70] NEW SERVER 77: Ready"
 BEGUN = "[2026-11-29 12:00:00.000 Control 70] Starting new server 77 for user 1000"
 
 
 class First:
-    """The first server of a control daemon. `told`: what was reported."""
+    """The first server of a control daemon. `told`: failed starts, `late`: those of a server that runs.
+
+    `died`: servers that ended after they were ready, `asked`: count of questions for the state.
+    """
 
     def __init__(self, deadline_s: float = 20.0) -> None:
         self.control, self.parser = Control(), LogParser()
         self.told: list[tuple[str, ProcessInstance | None]] = []
+        self.late: list[tuple[str, ProcessInstance]] = []
+        self.died: list[ProcessInstance] = []
+        self.asked = 0
         self.tasks: set[asyncio.Task[None]] = set()
         stand_in: Any = self.control
         self.server = startup.FirstServer(
             stand_in,
             deadline_s,
-            lambda why, server: self.told.append((why, server)),
+            startup.FirstServerCallbacks(
+                lambda why, server: self.told.append((why, server)),
+                lambda why, server: self.late.append((why, server)),
+                self.died.append,
+                self._ask,
+            ),
             lambda work: self.tasks.add(asyncio.ensure_future(work)),
         )
+
+    def _ask(self) -> None:
+        self.asked += 1
+
+    async def until_late(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.late:
+                await asyncio.sleep(0.001)
 
     def feed(self, *lines: str, private: bool = True) -> None:
         for line in lines:
@@ -173,9 +201,68 @@ def test_a_first_server_that_hangs_is_reported_at_the_deadline() -> None:
         first, process = First(0.01), ProcessInstance(77, 1)
         first.control.server = process
         first.feed(BEGUN)
+        await first.until_late()
+        assert first.late == [("server 77 was not ACTIVE after 0.01 s", process)] and not first.told
+
+    asyncio.run(run())
+
+
+def test_a_first_server_that_was_not_seen_at_its_line_is_reported_too() -> None:
+    async def run() -> None:
+        first, process = First(0.01), ProcessInstance(77, 1)
+        first.feed(BEGUN)
+        first.control.server = process
+        await first.until_late()
+        assert first.late == [("server 77 was not ACTIVE after 0.01 s", process)]
+
+    asyncio.run(run())
+
+
+def test_the_control_daemon_decides_whether_a_first_server_is_late() -> None:
+    """An earlier question may have had no answer, although the server is ACTIVE."""
+
+    async def run() -> None:
+        first = First(0.01)
+        first.control.server = ProcessInstance(77, 1)
+        first.control.state = ServerState.ACTIVE
+        first.feed(BEGUN)
         async with asyncio.timeout(10):
-            while not first.told:
+            while first.asked < 2:
                 await asyncio.sleep(0.001)
-        assert first.told == [("server 77 was not ACTIVE after 0.01 s", process)]
+        assert not first.late and not first.told
+        first.server.close()
+
+    asyncio.run(run())
+
+
+def test_without_an_answer_a_first_server_is_not_late() -> None:
+    async def run() -> None:
+        first = First(0.01)
+        first.control.server = ProcessInstance(77, 1)
+        first.control.state = None
+        first.feed(BEGUN)
+        async with asyncio.timeout(10):
+            while first.control.questions < 2:
+                await asyncio.sleep(0.001)
+        assert not first.late and not first.asked
+        first.control.state = ServerState.INITIALIZING
+        await first.until_late()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_first_server_that_ends_after_it_was_ready_has_died(ready: bool) -> None:
+    """It may have had clients before mpsd read its state."""
+
+    async def run() -> None:
+        first, process = First(), ProcessInstance(77, 1)
+        first.control.server = process
+        first.feed(BEGUN, *([READY] if ready else []))
+        first.control.server = None
+        first.server.ended(process)
+        first.feed(EXITED)
+        told = await first.settled()
+        assert (first.died, [server for _, server in told]) == (([process], []) if ready else ([], [process]))
 
     asyncio.run(run())

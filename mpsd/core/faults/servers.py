@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.base.model import ServerState
-from mpsd.core import domains, slots
+from mpsd.core import domains, lists, slots
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer
@@ -57,17 +57,29 @@ def on_start_failed(draft: Draft, event: ev.ServerStartFailed) -> None:
     The next domain starts together with its server, so mpsd learns of a further failure without a client.
     """
     domain = draft.state.domains.get(event.domain)
-    if domain is None or (event.server is not None and domain.server not in (None, event.server)):
+    # A report without a server says nothing about a server that mpsd has seen.
+    if domain is None or domain.server not in (None, event.server):
         return
-    former = event.server or domain.former_server
-    draft.put_domain(replace(domain, server=None, former_server=former, server_state=ServerState.GONE))
+    if event.late and domain.server_state is ServerState.ACTIVE:
+        return
+    if not event.late:
+        former = event.server or domain.former_server
+        gone = replace(domain, server=None, former_server=former, server_state=ServerState.GONE)
+        draft.put_domain(gone)
+    elif domain.server is None:
+        draft.put_domain(replace(domain, server=event.server, server_state=ServerState.INITIALIZING))
     if domain.state not in HOSTING:
+        domains.settle(draft, domain.id)
         return
     slot = draft.state.slots[domain.slot]
     draft.put_slot(replace(slot, failures=slot.failures + 1))
     draft.count("server_starts_failed")
     draft.publish("server-start-failed", domain.uid, domain=domain.id, reason=event.reason)
+    # A client that no list names may still wait for this server, or for its control daemon's next one.
+    slots.hand_over(draft, domain.id)
     domains.leave(draft, domain.id, DomainTrigger.SERVER_DIED)
+    if event.late:
+        lists.await_later_list(draft, draft.state.domains[domain.id])
 
 
 def on_server_died(draft: Draft, event: ev.ServerDied) -> bool:
