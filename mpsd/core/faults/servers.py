@@ -57,13 +57,14 @@ def on_start_failed(draft: Draft, event: ev.ServerStartFailed) -> None:
     The next domain starts together with its server, so mpsd learns of a further failure without a client.
     """
     domain = draft.state.domains.get(event.domain)
-    # A report without a server says nothing about a server that mpsd has seen.
-    if domain is None or domain.server not in (None, event.server):
+    if domain is None or (event.server is not None and domain.server not in (None, event.server)):
         return
-    if event.late and domain.server_state is ServerState.ACTIVE:
+    # Such a report says nothing about a server that is ACTIVE.
+    unseen = event.server is None and domain.server is not None
+    if (unseen or event.late) and domain.server_state is ServerState.ACTIVE:
         return
     if not event.late:
-        former = event.server or domain.former_server
+        former = event.server or domain.server or domain.former_server
         gone = replace(domain, server=None, former_server=former, server_state=ServerState.GONE)
         draft.put_domain(gone)
     elif domain.server is None:
