@@ -19,7 +19,7 @@ from mpsd.core.failover import outcomes, plan
 from mpsd.core.faults import poisoned as endings
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.lifecycle import DomainTrigger, next_domain_state
-from mpsd.core.state import SERVING, Client, Domain, DomainState, LogState, Slot
+from mpsd.core.state import SERVING, Domain, DomainState, LogState, Slot
 from mpsd.core.victims import arm_drain, kill_frozen, work_is_lost
 
 ASK_AGAIN_S = 0.25
@@ -361,19 +361,13 @@ def _reopen(draft: Draft, slot: Slot, full: list[Domain]) -> None:
 
 
 def _places(draft: Draft, domain: Domain) -> set[ProcessInstance]:
-    """Return the processes that take a place in this domain: its server counts standby contexts too.
+    """Return the processes that take a place in this domain. Standby contexts take none, although its server
+    counts them: if the server turns clients away, its log says so.
 
-    A standby context of another generation is ending. A line of a log that every user can write gives no
-    process a place.
+    A line of a log that every user can write gives no process a place.
     """
-    state = draft.state
-
-    def takes_one(client: Client) -> bool:
-        participant = state.members.get(client.id.process)
-        stays = not state.is_idle(client) or (participant and participant.generation == domain.generation)
-        return client.living and bool(stays) and (domain.private or state.is_member(client))
-
-    return {c.id.process for c in state.clients_of(domain.id) if takes_one(c)}
+    here = draft.state.living_of(domain.id)
+    return {c.id.process for c in here if domain.private or draft.state.is_member(c)}
 
 
 def _make_way(draft: Draft, domain: Domain) -> None:

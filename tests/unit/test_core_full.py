@@ -226,19 +226,6 @@ def moving_world() -> Site:
     return world
 
 
-def test_standby_contexts_take_places_until_they_are_withdrawn() -> None:
-    world = filled_world()
-    world.attach(20, "d2")
-    assert states(world)["d2"] == "active", "no standby domain is warm"
-    world.do(ev.ClientDied(process(20)))
-    world.started("d3")
-    world.attach(21, "d2")
-    world.attach(22, "d2")
-    assert states(world)["d2"] == "active", "the contexts of 10 and 11 are withdrawn"
-    world.attach(23, "d2")
-    assert states(world)["d2"] == "full"
-
-
 def test_its_participants_get_the_new_standby_domain() -> None:
     world = moving_world()
     assert {p.process.pid: p.home for p in world.state.members.values()} == {10: "d1", 11: "d1", 20: "d2"}
