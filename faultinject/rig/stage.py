@@ -32,7 +32,7 @@ UP_S = 30.0
 # What happens in time ends these waits at once, so a busy machine may have more.
 RECORD_S = 15.0
 NEWCOMER_S = 30.0
-GUARD_S = 10.0
+GUARD_S = 4.0
 STEP_S = 20.0
 FAR_LAID = 7 << 30
 """With this many on both sides the zones that offenders access exist: the nearest come first."""
