@@ -221,8 +221,10 @@ def leave_with_threads(libraries: Libraries, folder: Path, relay: str) -> None:
             program.stand_by(line)
             until(lambda: program.rounds() == (0, 0) and program.has_left(), "it has left")
             assert line.hear(moving.LEAVES).values[0] == 1
-            while line.hear(moving.HOLDS).values[0]:
-                pass
+            # The release of the buffers may have been told before LEAVES.
+            held = line.held[-1][0] if line.held else 1
+            while held:
+                held = line.hear(moving.HOLDS).values[0]
             for _ in range(3):
                 assert program.rounds() == (0, 0)
             line.say(moving.MOVE, program.generation, again=1)
