@@ -40,10 +40,11 @@ def snapshots(ask: Program) -> Snapshots:
 
 
 def leaves(line: Line) -> Said:
-    """Return the program's LEAVES, after which it releases its snapshot buffers."""
+    """Return the program's LEAVES once its snapshot buffers are released, which it may say first."""
     said = line.hear(moving.LEAVES)
-    while line.hear(moving.HOLDS).values[:2] != (0, 0):
-        pass
+    held: tuple[int, ...] = line.held[-1] if line.held else ()
+    while held != (0, 0):
+        held = tuple(line.hear(moving.HOLDS).values[:2])
     return said
 
 
