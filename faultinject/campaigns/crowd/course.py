@@ -25,7 +25,8 @@ STANDBY_CONTEXTS = 12
 """The standby contexts that a GPU has at most by default. The clients beyond have the level guard."""
 BATCH = 16
 """Clients that start at once."""
-PROTECTED_S = 15.0
+PROTECTED_S = 60.0
+"""Clients that start again together wait for each other: for contexts in one server, and for validation."""
 REPORT_S = 10.0
 WORDS = "64"
 PAUSE_MS = {"nvidia": "50", "simulated": "1000"}
