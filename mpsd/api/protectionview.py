@@ -145,6 +145,8 @@ def _why_no_failover(state: State, participant: Participant | None, known: Knowl
         return _why_no_target(state, participant)
     if participant.standing is not Standing.READY or participant.generation != target.generation:
         return participant.reason or state.copies_problem or "its standby context is in preparation"
+    if participant.exposed is not None:
+        return f"its work in flight cannot be rolled back: {participant.exposed}"
     recent = sum(now - t < plan.MINUTE_S for t in participant.told)
     if recent >= state.policy.moves_per_minute:
         return f"it moved {recent} times within a minute"

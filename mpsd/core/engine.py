@@ -164,6 +164,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     mev.MemberOpaque: handlers.on_opaque,
     mev.MemberHolds: budgets.on_holds,
     mev.MemberCost: handlers.on_cost,
+    mev.MemberExposed: handlers.on_exposed,
     mev.MemberExceeds: handlers.on_exceeds,
     mev.MemberError: handlers.on_error,
     mev.MemberMoved: handlers.on_moved,

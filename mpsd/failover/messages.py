@@ -24,6 +24,8 @@ TAKES_FENCED, GIVES, BUDGETS = 1, 2, 4
 WELCOME, and LIMIT. A program without that flag ends its connection at a LIMIT."""
 MODES = (FailoverMode.OFF, FailoverMode.KEEP, FailoverMode.EXACT)
 """Modes by their number in a message."""
+HEARS_BUDGETS, HEARS_EXPOSED = 1, 2
+"""Flags in a WELCOME's value 4: messages that the daemon understands."""
 
 
 class Kind(IntEnum):
@@ -43,6 +45,7 @@ class Kind(IntEnum):
     HOLDS = 14
     COST = 15
     LEAVES = 16
+    EXPOSED = 17
     WELCOME = 65
     STANDBY = 66
     STAND_DOWN = 67

@@ -199,6 +199,8 @@ def _event(connection: FailoverConnection, message: Message) -> ev.Event:
             return mev.MemberHolds(process, values[0], values[1])
         case Kind.COST:
             return mev.MemberCost(process, SavingCost(*values[:3]))
+        case Kind.EXPOSED:
+            return mev.MemberExposed(process, message.text if values[0] else None)
         case Kind.LEAVES:
             return mev.MemberExceeds(process, _excess(message))
         case Kind.LOOKED:

@@ -13,6 +13,7 @@ from mpsd.core.failover.budgets import FIRST_SHARE, POOL_SHARE, TIME_BUDGET
 from mpsd.ctl import failovertext
 from mpsd.ctl.statustext import status as status_text
 from mpsd.ctl.style import Style
+from mpsd.failover.messages import HEARS_BUDGETS, HEARS_EXPOSED
 from tests.integration.test_client_protection import until_protected
 from tests.integration.test_daemon_failover import SETTINGS, failovers, said, socket_of, until_outcome
 from tests.support.conditioning import rows_of
@@ -35,7 +36,7 @@ def joined(site: Site) -> Program:
     program = site.join()
     hello = said(program, f"failover({socket_of(site)!r}, 'exact', True)")
     assert hello[:3] == ["WELCOME", 0, "exact"]
-    assert said(program, "fo.values")[4:] == [1, TIME_BUDGET]
+    assert said(program, "fo.values")[4:] == [HEARS_BUDGETS | HEARS_EXPOSED, TIME_BUDGET]
     return program
 
 
@@ -59,6 +60,14 @@ def wants(program: Program, held: int, wanted: int) -> int:
     limit = said(program, "fo.limit()")
     assert isinstance(limit, int)
     return limit
+
+
+def test_a_program_with_work_that_cannot_be_rolled_back_is_shown_at_guard(site: Site) -> None:
+    program = ready(site)
+    said(program, "fo.say('EXPOSED', values=(1,), text='a wait for memory')")
+    until_protected(site, program, "guard", "its work in flight cannot be rolled back: a wait for memory")
+    said(program, "fo.say('EXPOSED')")
+    until_protected(site, program, "failover", "")
 
 
 def test_limits_are_granted_moved_and_given_again_after_a_restart(site: Site) -> None:

@@ -108,6 +108,8 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
     speaker.say(Kind.LEFT, values=(1, 4096, 8192))
     speaker.say(Kind.HOLDS, values=(5, 6))
     speaker.say(Kind.COST, values=(7, 8, 9))
+    speaker.say(Kind.EXPOSED, values=(1,), text="a wait for memory")
+    speaker.say(Kind.EXPOSED)
     speaker.say(Kind.LEAVES, values=(1, 58, 100, 30, 1), text="too slow")
     speaker.say(Kind.LEAVES, values=(1, 58, 0, 30))
     speaker.say(Kind.LEAVES, values=(2, 14, 8), text="too large")
@@ -124,6 +126,8 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
         mev.MemberPages(ME, True, 4096, 8192),
         mev.MemberHolds(ME, 5, 6),
         mev.MemberCost(ME, SavingCost(7, 8, 9)),
+        mev.MemberExposed(ME, "a wait for memory"),
+        mev.MemberExposed(ME, None),
         mev.MemberExceeds(ME, Excess(SnapshotBudget.TIME, 580, 30, True)),
         mev.MemberExceeds(ME, Excess(SnapshotBudget.TIME, 58_000, 30)),
         mev.MemberExceeds(ME, Excess(SnapshotBudget.MEMORY, 14, 8)),

@@ -53,7 +53,7 @@ def test_numbers_of_messages_are_the_same() -> None:
     statuses = numbered("OK QUOTA UNKNOWN DENIED TWICE NAME", 0) | {"IN_USE": 16}
     assert {s.name: s.value for s in vault_wire.Status} == statuses
     program = "HELLO READY UNREADY OPAQUE OWN_ERROR MOVED STAYED DONE UNSURE SHORT GAVE LOOKED LEFT "
-    program += "HOLDS COST LEAVES"
+    program += "HOLDS COST LEAVES EXPOSED"
     daemon = "WELCOME STANDBY STAND_DOWN MOVE TURN FENCED GIVE ROOM LIMIT"
     wanted = numbered(program, 1) | numbered(daemon, 65)
     assert {k.name: k.value for k in failover_wire.Kind} == wanted

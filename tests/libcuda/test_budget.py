@@ -395,3 +395,69 @@ def test_no_cost_is_said_where_the_time_of_copies_is_unknown(post: Post, ask: Pr
         said.append(line.hear(moving.HOLDS, moving.COST))
     assert {s.kind for s in said} == {moving.HOLDS}
     assert snapshots(ask).saved == 2 * MIB and ask.end() == ""
+
+
+def exposure(line: Line) -> str | None:
+    """Return why the program is exposed now, None if it is not any more."""
+    said = line.hear(moving.EXPOSED)
+    assert said.values[0] == (said.text != "")
+    return said.text or None
+
+
+TOO_LARGE = "one operation may write more than the snapshot buffers may hold"
+
+
+@EXACT
+def test_a_program_is_exposed_while_an_operation_has_no_snapshot(post: Post, ask: Program) -> None:
+    """It says so again to each daemon that comes."""
+    line = post.greet(moving.EXACT, budget=0, exposed=True)
+    limit(line, 4 * MIB)
+    ask("m, large = gpu.memory(2 << 20), gpu.made('cuMemAlloc_v2', 8 << 20)")
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync()") == "(0, 0)"
+    assert ask("gpu.run('add', large, 8, 1)") == "0"
+    assert exposure(line) == TOO_LARGE
+    line.close()
+    line = post.greet(moving.EXACT, budget=0, exposed=True)
+    assert exposure(line) == TOO_LARGE
+    assert ask("gpu.sync()") == "0"
+    assert exposure(line) is None
+    assert ask("gpu.run('add', m, 8, 1), gpu.sync(), gpu.word(large)") == "(0, 0, 1)"
+    assert line.is_silent() and ask.end() == ""
+
+
+@EXACT
+def test_a_program_whose_mode_ends_stays_exposed(post: Post, ask: Program) -> None:
+    line = post.greet(moving.EXACT, budget=0, exposed=True)
+    ask("made = [gpu.made('cuStreamCreate', 0) for _ in range(700)]; m = gpu.memory(2 << 20)")
+    assert ask("{gpu.run('add', m, 8, 1, stream=s) for s in made}, gpu.sync()") == "({0}, 0)"
+    assert exposure(line) == "more streams than per-stream logs"
+    assert ask.end() == ""
+
+
+@EXACT
+def test_an_older_daemon_does_not_hear_of_it(post: Post, ask: Program) -> None:
+    line = post.greet(moving.EXACT, budget=0)
+    ask_for_more(line, ask)
+    assert ask(ADD_LARGE) == "(0, 0)"
+    # The program reads this after it has said what there is to say.
+    limit(line, 16 * MIB)
+    while not line.is_silent():
+        assert line.hear(moving.HOLDS, moving.COST, moving.UNSURE).kind != moving.EXPOSED
+    assert ask.end() == ""
+
+
+@EXACT
+def test_a_request_that_is_answered_in_time_saves_the_first_operation(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet(moving.EXACT, budget=0, exposed=True)
+    limit(line, 4 * MIB)
+    ask("large = gpu.made('cuMemAlloc_v2', 8 << 20)")
+    stand_by(line, second, copies)
+    ask.tell("gpu.run('late', large, 8, 1)")
+    limit(line, 16 * MIB, wish(line))
+    assert ask.answer() == "0"
+    break_domain(domain)
+    said = move(line)
+    assert (said.text, said.values[3]) == ("", 8 * MIB)
+    assert line.unsure == [] and ask.end() == ""

@@ -16,7 +16,7 @@ from tests.support.simnode import until
 
 MAGIC, VERSION = 0x726F6C66, 1
 HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE, UNSURE = range(1, 10)
-SHORT, GAVE, LOOKED, LEFT, HOLDS, COST, LEAVES = range(10, 17)
+SHORT, GAVE, LOOKED, LEFT, HOLDS, COST, LEAVES, EXPOSED = range(10, 18)
 WELCOME, STANDBY, STAND_DOWN, MOVE, TURN, FENCED, GIVE, ROOM, LIMIT = range(65, 74)
 _LAYOUT = struct.Struct("=IHHIIQ6Q112s128s")
 KEEP, EXACT = 1, 2
@@ -56,16 +56,17 @@ class Line:
         look: bool = False,
         left: bool = False,
         budget: int | None = None,
+        exposed: bool = False,
         value: int = 0,
         number: int = 0,
     ) -> None:
         """Send a message.
 
-        `planned` and `again` belong to MOVE; `lazy`, `short`, `look`, `left`, `budget` to WELCOME; `value` to
+        `planned` and `again` belong to MOVE; `lazy`, `short`, `look`, `left`, `budget`, `exposed` to WELCOME; `value` to
         GIVE, ROOM or LIMIT; `number` to ROOM or LIMIT.
         """
         values = (int(planned or lazy or value), int(again or short or number), int(look), int(left))
-        values += (int(budget is not None), budget or 0)
+        values += (int(budget is not None) + 2 * exposed, budget or 0)
         words = (path.encode(), text.encode())
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))
 
@@ -138,16 +139,17 @@ class Post:
         look: bool = False,
         left: bool = False,
         budget: int | None = None,
+        exposed: bool = False,
     ) -> Line:
         """Accept the next program, which has said HELLO, and grant it that mode.
 
         `short`, `look`, `left`: the program may send SHORT, LOOKED, and LEFT. `budget`: it hears of budgets,
-        with so many thousandths of time; 0 for no time budget.
+        with so many thousandths of time; 0 for no time budget. `exposed`: it may send EXPOSED.
         """
         line = self.accept()
         line.mode = mode
         line.hear(HELLO)
-        line.say(WELCOME, lazy=lazy, short=short, look=look, left=left, budget=budget)
+        line.say(WELCOME, lazy=lazy, short=short, look=look, left=left, budget=budget, exposed=exposed)
         # Until it has read the answer, the program is in the mode that it requested.
         until(line.is_read)
         return line

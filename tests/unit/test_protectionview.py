@@ -202,6 +202,17 @@ def test_a_client_beyond_a_budget_has_the_reason_and_what_may_bring_it_back() ->
     assert world.row()["remedy"] == ""
 
 
+def test_a_client_with_work_that_cannot_be_rolled_back_is_not_protected_for_as_long() -> None:
+    world = protected()
+    world.do(mev.MemberExposed(process(PID), "a wait for memory"))
+    assert world.view()[:2] == ("guard", "its work in flight cannot be rolled back: a wait for memory")
+    # A new connection says it again.
+    world.do(mev.MemberExposed(process(PID), None))
+    assert world.view()[0] == "failover"
+    world.do(mev.MemberExposed(process(PID + 7), "no participant"))
+    assert process(PID + 7) not in world.state.members
+
+
 def test_what_protection_costs_is_memory_and_time() -> None:
     world = protected(Policy(failover=EXACT, gpu_memory={GPU: 1 << 37}))
     assert world.row()["cost_share"] is None

@@ -38,13 +38,15 @@
  *			2: memory. Of time: ns added; ns of the epochs that added them; the budget in thousandths. Of memory: bytes
  *			that one operation needs; bytes of the limit. The fifth value: 1 if a list of read-only parameters may bring
  *			it under the budget. text: one sentence. HOLDS, COST, LEAVES: only where WELCOME says so
+ *	EXPOSED		values: 1: work is in flight that cannot be rolled back, so a fault now would lose it, or was a moment ago; text:
+ *			why. 0: no more. After each WELCOME again. Only where WELCOME says so
  *	DONE		generation; values: bytes restored, launches done again; 1: what was done again has not ended
  *			yet, and is said to when it has; text: why something may be missing. It has had its turn, and else that has
  *	STAYED		generation; text: why it did not move. It has the old context, and the old error
  * and the daemon
  *	WELCOME		mode: the one granted; MPSD_FAILOVER_OFF: it is told no more; values: 1: standbys are to be
  *			lazy, made when a move comes, where the program's environment says nothing; 1: it may say SHORT; 1: and LOOKED; 1: and LEFT;
- *			1: and HOLDS, COST, LEAVES, and LIMIT comes; the time budget in thousandths of an epoch, 0: none
+ *			the sum of 1: and HOLDS, COST, LEAVES, and LIMIT comes, 2: and EXPOSED; the time budget in thousandths of an epoch, 0: none
  *	STANDBY		generation; path: CUDA_MPS_PIPE_DIRECTORY of the second domain; text: the folder with
  *			copies of the driver (libcuda-0.so.1 and so on)
  *	STAND_DOWN	generation; text: why. Its context goes, if the program is not in it; values: 1: no other
@@ -90,6 +92,7 @@ enum mpsd_failover_kind {
 	MPSD_FAILOVER_HOLDS = 14,
 	MPSD_FAILOVER_COST = 15,
 	MPSD_FAILOVER_LEAVES = 16,
+	MPSD_FAILOVER_EXPOSED = 17,
 	MPSD_FAILOVER_WELCOME = 65,
 	MPSD_FAILOVER_STANDBY = 66,
 	MPSD_FAILOVER_STAND_DOWN = 67,
@@ -104,6 +107,9 @@ enum mpsd_failover_kind {
 #define MPSD_FAILOVER_TAKES_FENCED 1	/* in HELLO */
 #define MPSD_FAILOVER_GIVES 2
 #define MPSD_FAILOVER_BUDGETS 4
+
+#define MPSD_FAILOVER_HEARS_BUDGETS 1	/* in WELCOME */
+#define MPSD_FAILOVER_HEARS_EXPOSED 2
 
 enum mpsd_failover_spared {
 	MPSD_FAILOVER_SPARED_ROOM = 0,

@@ -24,7 +24,8 @@ class ProgramFate:
 
     called: the level in status right before the fault ("" where status did not list the program), with `why`
     it is not higher. pause: its longest step less a usual one [ms]. idle: it had no work when the fault came.
-    error: the last words of a program that was lost.
+    error: the last words of a program that was lost. held, limit: bytes of its snapshot buffers, and their
+    limit; cost: what saving adds, as a share of the time without it. All None where status does not say so.
     """
 
     program: str
@@ -34,6 +35,9 @@ class ProgramFate:
     pause: float | None = None
     idle: bool = False
     error: str = ""
+    held: int | None = None
+    limit: int | None = None
+    cost: float | None = None
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ MAX_LIVES = 4
 """Starts of one program. Large programs take long to start, and those without fail-over are often lost."""
 MOMENT = (0.1, 0.5)
 """The fault comes in this part of a block."""
-PROTECTED_S = 20.0
+PROTECTED_S = 10.0
 """How long a program that had the level of the node may take to get it again."""
 OUTCOME_S = 5.0
 QUIET_S = 0.3
@@ -137,11 +137,7 @@ class DefaultRounds(ProgramRounds):
 
     def levels(self) -> dict[int, Mapping[str, Any]]:
         """Return the column PROTECTED of status, by pid."""
-        found: dict[int, Mapping[str, Any]] = {}
-        for client in self._rig.mpsd.status()["clients"]:
-            # The row of a standby context says the same as that of the program's context.
-            found.setdefault(client["pid"], client["protected"])
-        return found
+        return _levels(self._rig.mpsd.status())
 
     def node_level(self) -> tuple[str, str]:
         """Return the level of the node, and why it is not higher."""
@@ -241,11 +237,14 @@ class DefaultRounds(ProgramRounds):
             if program.worker.wait("working", timeout=UP_S, after=program.blocks) is None:
                 raise DeadlineError(self._describe_lost(program.worker))
         time.sleep(self._moment.uniform(*MOMENT) * BLOCK_S)
-        levels = self.levels()
+        status = self._rig.mpsd.status()
+        levels, budgets = _levels(status), _budgets(status)
         for program in self.programs:
             seen = levels.get(program.worker.pid, {})
             fate = Fate.KEPT if program in at_work else Fate.NOT_RUNNING
-            fault.programs.append(ProgramFate(program.work, seen.get("level", ""), seen.get("why", ""), fate))
+            found = ProgramFate(program.work, seen.get("level", ""), seen.get("why", ""), fate)
+            found.held, found.limit, found.cost = budgets.get(program.worker.pid, (None, None, None))
+            fault.programs.append(found)
         if offender is not None:
             return offender.tell("go")
         assert server is not None
@@ -325,6 +324,20 @@ class DefaultRounds(ProgramRounds):
             worker.require("closed", timeout=UP_S)
         self._bystander.end()
         return self._blame_after_end()
+
+
+def _levels(status: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    found: dict[int, Mapping[str, Any]] = {}
+    for client in status["clients"]:
+        # The row of a standby context says the same as that of the program's context.
+        found.setdefault(client["pid"], client["protected"])
+    return found
+
+
+def _budgets(status: Mapping[str, Any]) -> dict[int, tuple[int | None, int | None, float | None]]:
+    """Return the snapshot buffers, their limit and the share of saving's time, by pid."""
+    programs = [program for slot in status["slots"] for program in slot["programs"]]
+    return {p["pid"]: (p["snapshot_bytes"], p["snapshot_limit_bytes"], p["saving_share"]) for p in programs}
 
 
 def _level(levels: Mapping[int, Mapping[str, Any]], program: Program) -> str:

@@ -267,6 +267,12 @@ def on_cost(draft: Draft, event: mev.MemberCost) -> None:
         draft.put_participant(replace(participant, cost=event.cost))
 
 
+def on_exposed(draft: Draft, event: mev.MemberExposed) -> None:
+    participant = draft.state.members.get(event.process)
+    if participant is not None:
+        draft.put_participant(replace(participant, exposed=event.why))
+
+
 def on_exceeds(draft: Draft, event: mev.MemberExceeds) -> None:
     """Let a participant leave fail-over for good. A program repeats this on each connection."""
     participant = draft.state.members.get(event.process)

@@ -129,6 +129,7 @@ class Participant:
       - `ready_ms`, `bytes`: cost of its standby context, as it reports.
       - `opaque`: objects that it made and that cannot be carried over.
       - `unsure`: calls that it made and that cannot be rolled back.
+      - `exposed`: why its work in flight cannot be rolled back, now or a moment ago. None: it can.
 
     Moves:
       - `told`: its moves of the last minute [monotonic s].
@@ -172,6 +173,7 @@ class Participant:
     reason: str = ""
     opaque: tuple[str, ...] = ()
     unsure: tuple[str, ...] = ()
+    exposed: str | None = None
     told: tuple[float, ...] = ()
     ready_ms: float | None = None
     bytes: int = 0

@@ -123,6 +123,14 @@ class MemberCost:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberExposed:
+    """The program has work in flight that cannot be rolled back, and `why`; None: no more."""
+
+    process: ProcessInstance
+    why: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class MemberExceeds:
     """The program has left fail-over for good, because it exceeds a budget."""
 
@@ -219,6 +227,7 @@ MemberEvent = (
     | MemberReleasedMemory
     | MemberHolds
     | MemberCost
+    | MemberExposed
     | MemberExceeds
     | MemberError
     | MemberMoved

@@ -56,11 +56,13 @@ NEVER(CUresult, cuThreadExchangeStreamCaptureMode, CUstreamCaptureMode *mode)
 void mpsd_line_unsure(const char *what) { CHECK(what); }
 void mpsd_line_wake(void) { }
 void mpsd_limit_want(uint64_t bytes) { CHECK(bytes); }
+CUresult mpsd_limit_await(void) { return CUDA_SUCCESS; }
 void mpsd_spending_of_device(void) { }
 bool mpsd_lanes_all_proven(void) { return true; }
 bool mpsd_undoroom_is_open(void) { return true; }
 CUresult mpsd_undoroom_await(void) { return CUDA_SUCCESS; }
-uint64_t mpsd_now_ns(void) { return 1; }
+static uint64_t now = 1;
+uint64_t mpsd_now_ns(void) { return now; }
 const char *mpsd_debug_text(enum mpsd_debug field) { return NULL; }
 uint64_t mpsd_debug_number(enum mpsd_debug field, uint64_t otherwise, uint64_t unit, uint64_t least, uint64_t most)
 {
@@ -79,11 +81,13 @@ static int pauses, threads;
 uint64_t mpsd_limit(void) { return limit; }
 void mpsd_pause(int milliseconds) { pauses += milliseconds; }
 
+static bool has_thread = true;
+
 /* It never comes to run. */
 bool mpsd_thread_start(void *(*run)(void *), void *argument)
 {
 	threads++;
-	return true;
+	return has_thread;
 }
 
 CUresult mpsd_memory_alloc_inside(CUdeviceptr *dptr, size_t size, enum mpsd_inside inside)
@@ -164,6 +168,51 @@ static void count_no_chunk_without_a_place(void)
 	while_it_frees = NULL;
 }
 
+static void end_a_window(void)
+{
+	now += 30000000000;
+	mpsd_chunks_tend();
+}
+
+static void use(unsigned int chunks)
+{
+	uint64_t got;
+
+	for (unsigned int i = 0; i < chunks; i++)
+		while (!mpsd_chunk_take(CHUNK, &got))
+			CHECK(mpsd_chunk_more(CHUNK) == CUDA_SUCCESS);
+	mpsd_chunks_empty();
+}
+
+/* A warm-up needs ten of them, later epochs one. */
+static void release_what_no_epoch_needs_any_more(void)
+{
+	has_thread = false;
+	mpsd_chunks_tend();
+	use(10);
+	end_a_window();
+	use(1);
+	end_a_window();
+	CHECK(!threads && mpsd_chunks_needed() == UINT64_MAX);
+	use(1);
+	end_a_window();
+	CHECK(threads == 1 && mpsd_chunks_needed() == CHUNK);
+	CHECK(mpsd_undo_release(mpsd_chunks_needed()) == CUDA_SUCCESS && mpsd_undo_bytes() == CHUNK);
+	/* Then a large one comes after all. */
+	use(10);
+	CHECK(mpsd_chunks_needed() == UINT64_MAX);
+	/* Little is kept. */
+	CHECK(mpsd_undo_release(4 * CHUNK) == CUDA_SUCCESS);
+	for (int i = 0; i < 3; i++) {
+		use(1);
+		end_a_window();
+	}
+	CHECK(mpsd_chunks_needed() == UINT64_MAX && mpsd_chunks_due_ms() == 30001);
+	CHECK(mpsd_undo_release(0) == CUDA_SUCCESS && mpsd_chunks_due_ms() == -1);
+	threads = 0;
+	has_thread = true;
+}
+
 /* After a fork the thread is not there. */
 static void wait_for_no_thread_in_a_child(void)
 {
@@ -180,6 +229,8 @@ int main(void)
 {
 	keep_a_chunk_that_a_move_left();
 	drop_a_chunk_if_all_were_lost_meanwhile();
+	CHECK(mpsd_undo_release(0) == CUDA_SUCCESS);
+	release_what_no_epoch_needs_any_more();
 	count_no_chunk_without_a_place();
 	wait_for_no_thread_in_a_child();
 	puts("ok");

@@ -9,6 +9,7 @@
 
 #include "clock.h"
 #include "debug.h"
+#include "exact/leave.h"
 #include "exact/limit.h"
 #include "exact/saver.h"
 #include "exact/spending.h"
@@ -36,6 +37,15 @@ static size_t chunk_used;		/* of chunks[chunk_now] */
 static bool is_short;			/* the last one could not be had */
 static atomic_uint_least64_t held;	/* bytes that all of them take, and those that are being released */
 static atomic_uint_least64_t rests_until;
+
+/* A program's warm-up may need far more than its later epochs. */
+#define WINDOW_NS 30000000000ull
+#define LITTLE (256 * MIB)		/* is not worth the time to allocate it again */
+
+static size_t used_most;		/* by an epoch of this window, with the lock */
+static size_t used_before;		/* of the window before */
+static uint64_t window_ns;		/* when it began; 0: there is none yet */
+static atomic_uint_least64_t needed = UINT64_MAX;
 
 /* Pages are saved whole, or not at all. */
 static size_t own_limit(void)
@@ -134,6 +144,19 @@ uint64_t mpsd_undo_bytes(void)
 	return atomic_load(&held);
 }
 
+/* Ask for more than this snapshot needs: others follow. SUCCESS: it may be tried again. */
+static CUresult raise_limit(size_t there, uint64_t size)
+{
+	size_t before = budget();
+	CUresult result;
+
+	mpsd_limit_want(there + (size > there ? size : there));
+	result = mpsd_limit_await();
+	if (result != CUDA_SUCCESS || budget() > before)
+		return result;
+	return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 CUresult mpsd_chunk_more(uint64_t size)
 {
 	struct chunk chunk = { 0 };
@@ -149,11 +172,10 @@ CUresult mpsd_chunk_more(uint64_t size)
 	if (there + size > budget() && there < budget())
 		size = budget() - there;
 	is_short = false;
-	if (there + size > budget() || chunk_count == MOST_CHUNKS) {
-		/* Ask for more than this snapshot needs: others follow. */
-		mpsd_limit_want(there + (size > there ? size : there));
+	if (chunk_count == MOST_CHUNKS)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	}
+	if (there + size > budget())
+		return raise_limit(there, size);
 	mpsd_spending_of_device();
 	while (mpsd_now_ns() < atomic_load(&rests_until))
 		mpsd_pause(1);
@@ -164,13 +186,75 @@ CUresult mpsd_chunk_more(uint64_t size)
 	/* While another thread captures it may be forbidden. */
 	if (result != CUDA_SUCCESS)
 		return result == MPSD_AGAIN || mpsd_is_loss(result) ? result : CUDA_ERROR_OUT_OF_MEMORY;
+	atomic_store(&needed, UINT64_MAX);
 	count_held(size);
 	add_chunk(chunk);
 	return CUDA_SUCCESS;
 }
 
+uint64_t mpsd_chunks_needed(void)
+{
+	return atomic_load(&needed);
+}
+
+/* With the lock. */
+static size_t used_now(void)
+{
+	size_t used = chunk_used;
+
+	for (unsigned int i = 0; i < chunk_now; i++)
+		used += chunks[i].size;
+	return used;
+}
+
+/* Return what an epoch of the last two windows needed at most, and begin a new window. */
+static size_t end_window(void)
+{
+	size_t used, most;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	used = used_now();
+	if (used < used_most)
+		used = used_most;
+	most = used > used_before ? used : used_before;
+	used_before = used;
+	used_most = 0;
+	mpsd_word_give(&mpsd_exact_lock);
+	return most;
+}
+
+void mpsd_chunks_tend(void)
+{
+	uint64_t now = mpsd_now_ns();
+	size_t most;
+
+	if (!window_ns)
+		window_ns = now;
+	if (now - window_ns < WINDOW_NS || !mpsd_exact())
+		return;
+	window_ns = now;
+	most = end_window();
+	if (mpsd_undo_bytes() < most + LITTLE || mpsd_undo_bytes() / 2 < most)
+		return;
+	atomic_store(&needed, most);
+	mpsd_release_begin();
+}
+
+int mpsd_chunks_due_ms(void)
+{
+	uint64_t now = mpsd_now_ns();
+
+	if (!window_ns || mpsd_undo_bytes() < LITTLE)
+		return -1;
+	return now - window_ns < WINDOW_NS ? (int)((WINDOW_NS - (now - window_ns)) / 1000000) + 1 : 0;
+}
+
 void mpsd_chunks_empty(void)
 {
+	size_t used = used_now();
+
+	if (used > used_most)
+		used_most = used;
 	chunk_now = 0;
 	chunk_used = 0;
 }

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "clock.h"
+#include "exact/exposure.h"
 #include "exact/limit.h"
 #include "exact/pace.h"
 #include "exact/relay.h"
@@ -25,6 +26,8 @@ MPSD_WRITTEN_OFTEN struct mpsd_epoch mpsd_epoch = { .number = 1, .last = &mpsd_e
 
 void mpsd_epoch_unsure_for_now(const char *why)
 {
+	if (mpsd_exact())
+		mpsd_exposure_begin(why);
 	mpsd_word_take(&mpsd_exact_lock);
 	if (!mpsd_epoch.unsure)
 		__atomic_store_n(&mpsd_epoch.unsure, why, __ATOMIC_RELAXED);

@@ -7,6 +7,7 @@
 
 #include "capture.h"
 #include "clock.h"
+#include "exact/chunks.h"
 #include "exact/limit.h"
 #include "exact/state.h"
 #include "exact/undo.h"
@@ -74,7 +75,9 @@ static atomic_bool is_on, is_over;
 
 static uint64_t most(void)
 {
-	return atomic_load(&has_left) ? 0 : mpsd_limit();
+	uint64_t limit = mpsd_limit(), needed = mpsd_chunks_needed();
+
+	return atomic_load(&has_left) ? 0 : needed < limit ? needed : limit;
 }
 
 /* Enter like a call of the program: a move may come between. */

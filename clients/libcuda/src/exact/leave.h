@@ -27,8 +27,8 @@ const struct mpsd_leaving *mpsd_leave_why(void);
 void mpsd_leave_text(char *text, size_t room);
 
 /*
- * A thread releases snapshot buffers beyond the limit as soon as nothing is saved in them; all of them, of a program that has
- * left. At the program's end: it is waited for, a moment. In a forked child there is no such thread.
+ * A thread releases snapshot buffers beyond the limit, or beyond what epochs need (chunks.h), as soon as nothing is saved in
+ * them; all of them, of a program that has left. At the program's end: it is waited for, a moment. In a forked child there is no such thread.
  */
 void mpsd_release_begin(void);
 void mpsd_release_child(void);

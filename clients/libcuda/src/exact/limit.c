@@ -2,16 +2,22 @@
 #include "exact/limit.h"
 
 #include <stdatomic.h>
+#include <unistd.h>
 
 #include "clock.h"
 #include "exact/budget.h"
 #include "exact/leave.h"
 #include "exact/state.h"
+#include "failover/carry.h"
 #include "failover/line.h"
 
 #define ASK_NS 1000000000ull	/* between two requests that the daemon cannot meet */
+#define ANSWER_NS 100000000ull	/* then the program goes on without */
+#define LOOK_US 30
 
 static atomic_uint_least64_t limit = MPSD_NO_LIMIT, wanted, asked_ns;
+static atomic_uint_least64_t awaited_until_ns;	/* for one answer, all waits together */
+static atomic_bool has_daemon;
 static atomic_bool is_refused;	/* the daemon has answered that it cannot meet a request, and the limit is still the same */
 static atomic_uint refusals;	/* such answers */
 
@@ -33,9 +39,28 @@ void mpsd_limit_want(uint64_t bytes)
 	if (atomic_load(&limit) == MPSD_NO_LIMIT || bytes <= before ||
 	    (atomic_load(&is_refused) && now - atomic_load(&asked_ns) < ASK_NS))
 		return;
+	if (!before)
+		atomic_store(&awaited_until_ns, now + ANSWER_NS);
 	atomic_store(&asked_ns, now);
 	atomic_store(&wanted, bytes);
 	mpsd_line_wake();
+}
+
+CUresult mpsd_limit_await(void)
+{
+	uint64_t moves = mpsd_tables()->moves;
+
+	while (atomic_load(&wanted) && atomic_load(&has_daemon) && mpsd_now_ns() < atomic_load(&awaited_until_ns)) {
+		if (atomic_load(&mpsd_moves) != moves)
+			return MPSD_AGAIN;
+		usleep(LOOK_US);
+	}
+	return CUDA_SUCCESS;
+}
+
+void mpsd_limit_answers(bool is)
+{
+	atomic_store(&has_daemon, is);
 }
 
 /* With the lock. The limit may have been raised since the last miss. */

@@ -8,12 +8,17 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include <cuda.h>
+
 #define MPSD_NO_LIMIT UINT64_MAX
 
 uint64_t mpsd_limit(void);
 
 /* Ask the daemon for snapshot buffers of so many bytes in all, and do not wait for the answer. */
 void mpsd_limit_want(uint64_t bytes);
+
+/* With the order: wait a moment for the answer. A daemon that is there needs a millisecond. AGAIN: a move has come between. */
+CUresult mpsd_limit_await(void);
 
 /*
  * With the order: one operation needs so many bytes of snapshots, more than the limit. True: the daemon has not answered yet, so
@@ -30,3 +35,6 @@ void mpsd_limit_end(void);
  */
 void mpsd_limit_told(uint64_t bytes, uint64_t wish);
 uint64_t mpsd_limit_wanted(void);
+
+/* By it, too: whether there is a daemon that answers. */
+void mpsd_limit_answers(bool is);

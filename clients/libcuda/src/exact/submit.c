@@ -5,6 +5,7 @@
  */
 #include "exact/budget.h"
 #include "exact/copier.h"
+#include "exact/exposure.h"
 #include "exact/limit.h"
 #include "exact/named.h"
 #include "exact/params.h"
@@ -35,6 +36,7 @@ void mpsd_exact_stop(const char *why)
 	if (!atomic_exchange(&mpsd_exact_on, false))
 		return;
 	mpsd_validate_end(why);
+	mpsd_exposure_stays(why);
 	mpsd_epoch_unsure(why);
 	mpsd_replay_finish();
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT
 #include "failover/budgets.h"
 
+#include "exact/chunks.h"
+#include "exact/exposure.h"
 #include "exact/leave.h"
 #include "exact/limit.h"
 #include "exact/spending.h"
@@ -11,17 +13,19 @@
 static int told_line = -1;
 static struct {
 	uint64_t held, wanted;
-	bool has_left;
+	bool has_left, hears_exposed;
+	const char *exposed;	/* NULL: it is not */
 	bool has_limit;		/* since WELCOME; until then a wish may have met no limit, and has no answer */
 } told;
 
 void mpsd_budgets_welcome(int line, const struct mpsd_failover_message *welcome)
 {
-	bool is = welcome->values[4] != 0;
+	bool is = (welcome->values[4] & MPSD_FAILOVER_HEARS_BUDGETS) != 0;
 
 	told_line = is ? line : -1;
-	told = (__typeof__(told)){ 0 };
+	told = (__typeof__(told)){ .hears_exposed = (welcome->values[4] & MPSD_FAILOVER_HEARS_EXPOSED) != 0 };
 	mpsd_spending_budget(is ? welcome->values[5] : 0, is);
+	mpsd_limit_answers(is);
 	if (!is)
 		mpsd_limit_told(MPSD_NO_LIMIT, 0);
 }
@@ -30,6 +34,7 @@ void mpsd_budgets_welcome(int line, const struct mpsd_failover_message *welcome)
 void mpsd_budgets_line_ended(void)
 {
 	told_line = -1;
+	mpsd_limit_answers(false);
 }
 
 void mpsd_budgets_limit(const struct mpsd_failover_message *limit)
@@ -83,9 +88,30 @@ static bool tell_cost(void)
 	return mpsd_line_say(told_line, &message);
 }
 
+static bool tell_exposure(void)
+{
+	struct mpsd_failover_message message;
+	const char *why = mpsd_leave_has() ? NULL : mpsd_exposure_why();
+
+	if (!told.hears_exposed || why == told.exposed)
+		return true;
+	message = mpsd_line_message(MPSD_FAILOVER_EXPOSED, 0, why);
+	message.values[0] = why != NULL;
+	told.exposed = why;
+	return mpsd_line_say(told_line, &message);
+}
+
 bool mpsd_budgets_tell(void)
 {
-	return told_line < 0 || (tell_cost() && tell_leaving() && tell_held());
+	mpsd_chunks_tend();
+	return told_line < 0 || (tell_cost() && tell_leaving() && tell_exposure() && tell_held());
+}
+
+int mpsd_budgets_due_ms(void)
+{
+	int exposed = told_line >= 0 && told.exposed ? mpsd_exposure_left_ms() : -1, window = mpsd_chunks_due_ms();
+
+	return window < 0 || (exposed >= 0 && exposed < window) ? exposed : window;
 }
 
 bool mpsd_budgets_refuse(int line, uint64_t generation)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* What the thread of line.c hears and says of the budgets of mode `exact`: HOLDS, COST, LEAVES, LIMIT (failoverwire.h). */
+/* What the thread of line.c hears and says of the budgets of mode `exact`: HOLDS, COST, LEAVES, EXPOSED, LIMIT (failoverwire.h). */
 #pragma once
 
 #include <stdbool.h>
@@ -16,6 +16,9 @@ void mpsd_budgets_limit(const struct mpsd_failover_message *limit);
 
 /* What there is to say. False: the connection has ended. */
 bool mpsd_budgets_tell(void);
+
+/* When there may be something to say that no thread wakes this one for; -1: nothing. */
+int mpsd_budgets_due_ms(void);
 
 /* The program has left, and a daemon that does not know LEAVES offers a standby domain. False: as above. */
 bool mpsd_budgets_refuse(int line, uint64_t generation);

@@ -304,8 +304,17 @@ static bool act(int fd, bool said, bool was_woken, struct mpsd_told *told)
 		is = recv(fd, &message, sizeof(message), 0) == (ssize_t)sizeof(message) && obey(&message);
 	else if (was_woken)
 		is = follow(told);
+	else
+		is = follow_budgets();
 	pthread_mutex_unlock(&busy);
 	return is;
+}
+
+static int due_ms(void)
+{
+	int due = mpsd_due_ms(), budgets = mpsd_budgets_due_ms();
+
+	return due < 0 || (budgets >= 0 && budgets < due) ? budgets : due;
 }
 
 /* Until the connection ends. */
@@ -321,7 +330,7 @@ static void listen_to(int fd)
 	if (!say(&message) || !tell(&told))
 		return;
 	while (!atomic_load(&off) && mpsd_left_tell(true)) {
-		if (poll(polled, 2, mpsd_due_ms()) < 0 && errno != EINTR)
+		if (poll(polled, 2, due_ms()) < 0 && errno != EINTR)
 			return;
 		if (!mpsd_turn_left_ms() && !have_turn(false))
 			return;
