@@ -79,16 +79,18 @@ def test_limits_are_granted_moved_and_given_again_after_a_restart(site: Site) ->
     site.until(lambda s: row(s, first)["failover"]["snapshot_bytes"] == whole // 4, "it holds a quarter")
     assert wants(second, 0, whole // 2 + MIB) == whole // 2 + MIB
     assert said(first, "fo.limit()") == whole // 2 - MIB
-    rest = whole - whole // 4
-    assert wants(second, 0, whole) == rest and said(first, "fo.limit()") == whole // 4
+    # A raise leaves a first limit for the next participant.
+    reserve = whole // FIRST_SHARE
+    rest = whole - whole // 4 - reserve
+    assert wants(second, 0, whole) == rest and said(first, "fo.limit()") == whole // 4 + reserve
     assert wants(second, 0, whole) == rest, "the same limit refuses"
     site.kill()
     site.start()
-    for program, limit in ((second, rest), (first, whole // 4)):
+    for program, limit in ((second, rest), (first, whole // 4 + reserve)):
         assert said(program, "fo.hello('exact')")[0] == "WELCOME"
         assert said(program, "fo.limit()") == limit
     said(first, "fo.say('HOLDS', values=(4096,))")
-    assert wants(second, 0, whole - 4096) == whole - 4096
+    assert wants(second, 0, whole) == whole - 4096 - reserve
 
 
 def test_costs_are_shown(site: Site) -> None:

@@ -62,8 +62,8 @@ class Line:
     ) -> None:
         """Send a message.
 
-        `planned` and `again` belong to MOVE; `lazy`, `short`, `look`, `left`, `budget`, `exposed` to WELCOME; `value` to
-        GIVE, ROOM or LIMIT; `number` to ROOM or LIMIT.
+        `planned` and `again` belong to MOVE; `lazy`, `short`, `look`, `left`, `budget`, `exposed` to WELCOME;
+        `value` to GIVE, ROOM or LIMIT; `number` to ROOM or LIMIT.
         """
         values = (int(planned or lazy or value), int(again or short or number), int(look), int(left))
         values += (int(budget is not None) + 2 * exposed, budget or 0)

@@ -151,7 +151,21 @@ def test_a_wish_is_met_from_what_has_no_limit_first() -> None:
     assert world.limit(11) == FIRST
     # A wish beyond the pool is met as far as possible.
     world.holds(11, GIB // 4)
-    assert world.holds(10, POOL - FIRST, 4 * POOL) == {10: POOL - GIB // 4, 11: GIB // 4}
+    assert world.holds(10, POOL - FIRST, 4 * POOL) == {10: POOL - FIRST}, "the rest is for the next one"
+
+
+def test_a_program_that_takes_all_it_can_leaves_a_first_limit_for_the_next_one() -> None:
+    world = Node().takes_part(10)
+    assert world.holds(10, 0, 4 * POOL) == {10: POOL - FIRST}
+    world.holds(10, POOL - FIRST)
+    world.takes_part(11)
+    assert world.limit(11) == FIRST
+    # Up to a first limit a raise takes the last of the pool.
+    world.holds(11, FIRST)
+    world.takes_part(12)
+    assert world.limit(12) == 0
+    world.holds(11, FIRST // 4)
+    assert world.holds(12, 0, 2 * FIRST) == {11: FIRST // 4, 12: FIRST - FIRST // 4}
 
 
 def test_a_wish_that_cannot_be_met_is_answered_with_the_same_limit() -> None:
@@ -163,16 +177,18 @@ def test_a_wish_that_cannot_be_met_is_answered_with_the_same_limit() -> None:
 
 
 def test_a_limit_names_the_wish_that_it_answers() -> None:
-    world = Node().takes_part(10, 11)
-    world.holds(10, 0, POOL - FIRST // 2)
+    world = Node().takes_part(10, 11, 12)
+    most = POOL - FIRST - FIRST // 2
+    world.holds(10, 0, most)
     assert world.made(fx.LimitSnapshots) == [
         fx.LimitSnapshots(process(11), FIRST // 2),
-        fx.LimitSnapshots(process(10), POOL - FIRST // 2, answers=POOL - FIRST // 2),
+        fx.LimitSnapshots(process(10), most, answers=most),
     ]
+    world.holds(12, FIRST)
     # A limit on a new connection answers nothing; the wish said again has its own answer, also a refusal.
     world.greet(11)
     assert world.made(fx.LimitSnapshots) == [fx.LimitSnapshots(process(11), FIRST // 2)]
-    world.holds(10, POOL - FIRST // 2)
+    world.holds(10, most)
     world.holds(11, 0, FIRST)
     assert world.made(fx.LimitSnapshots) == [fx.LimitSnapshots(process(11), FIRST // 2, answers=FIRST)]
     # The limit was raised while the wish was on its way.
@@ -188,8 +204,8 @@ def test_a_wish_takes_what_others_do_not_hold_most_from_the_one_with_most() -> N
         world.holds(pid, 0, granted * GIB)
         world.holds(pid, held * GIB)
     assert world.holds(12, 2 * GIB, 8 * GIB) == {10: 2 * GIB, 12: 8 * GIB}
-    assert world.holds(12, 8 * GIB, 11 * GIB) == {10: 1 * GIB, 11: 5 * GIB, 12: 10 * GIB}
-    assert world.holds(12, 8 * GIB, 11 * GIB) == {12: 10 * GIB}
+    assert world.holds(12, 8 * GIB, 11 * GIB) == {10: 1 * GIB, 12: 9 * GIB}
+    assert world.holds(12, 8 * GIB, 11 * GIB) == {12: 9 * GIB}
 
 
 def test_a_participant_that_says_nothing_of_its_buffers_after_a_restart_has_none() -> None:
@@ -228,10 +244,10 @@ def test_limits_survive_a_restart_until_each_program_says_what_it_holds() -> Non
     new = world.restarted()
     assert (new.limit(10), new.limit(11)) == (6 * GIB, FIRST)
     new.takes_part(12)
-    assert new.holds(12, 0, POOL - 2 * FIRST) == {12: POOL - 6 * GIB - FIRST}
+    assert new.holds(12, 0, POOL - 2 * FIRST) == {12: POOL - 6 * GIB - 2 * FIRST}
     new.greet(10)
     assert new.limits() == {10: 6 * GIB}
-    assert new.holds(12, 0, POOL - 2 * FIRST) == {12: POOL - 6 * GIB - FIRST}
+    assert new.holds(12, 0, POOL - 2 * FIRST) == {12: POOL - 6 * GIB - 2 * FIRST}
     new.holds(10, FIRST)
     new.greet(11)
     new.holds(11, 0)

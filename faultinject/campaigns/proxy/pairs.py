@@ -42,6 +42,7 @@ from faultinject.rig.libraries import FAR_BYTES, MPSD_RUN, Libraries
 from faultinject.rig.rig import Rig
 from faultinject.rig.worker import Worker
 from mpsd.base.errors import DeadlineError, UnsupportedError, UsageError
+from mpsd.base.protection import ProtectionLevel
 
 MODES = ("forward", "vault", GUARDED, *STANDBY_MODES, AUTO)
 """The modes of a program.
@@ -65,6 +66,9 @@ ROUNDS_SHARE = 0.85
 """Share of the deadline after which no round begins, so that the rest can finish."""
 VALIDATED_TIMES, VALIDATED_STEPS = 8, 4
 STANDBY_S = READY_S = 20.0
+SETTLE_S = {"nvidia": 14.0, "simulated": 1.0}
+"""How long a program at the level `auto` works before it is timed. By then mpsd knows what saving costs it: a
+program that saving slows by 0.8 % more than its budget allows has left fail-over."""
 MIN_MEMORY = 1 << 20
 
 
@@ -174,6 +178,7 @@ class Group:
         shape_of_blocks = self._shape() if self.rounds.within else None
         steps = shape_of_blocks.steps_per_round if shape_of_blocks else self._steps()
         names = list(self.processes)
+        self._settle(steps, until)
         for number in range(self.rounds.most):
             if number >= self.rounds.least and (self._is_settled() or clock() > until):
                 break
@@ -186,6 +191,24 @@ class Group:
                     self._guard_failure(self.processes[name], self._block, steps)
         for process in self.processes.values():
             self._guard_failure(process, self._finish)
+
+    def _settle(self, steps: int, until: float) -> None:
+        """Let a program at the level `auto` work until its level is settled, and the others as much."""
+        auto, blocks = self.processes.get(AUTO), 0
+        if auto is None or auto.failure:
+            return
+        end = min(until, clock() + SETTLE_S[self.rig.node.name])
+        while clock() < end and not auto.failure and self._has_failover(auto):
+            self._guard_failure(auto, self._block, steps)
+            blocks += 1
+        for process in self.processes.values():
+            for _ in range(blocks if process is not auto else 0):
+                self._guard_failure(process, self._block, steps)
+            process.blocks.clear()
+
+    def _has_failover(self, process: PairedProcess) -> bool:
+        found = _protection(process, self.rig.mpsd.status())
+        return found is not None and found["level"] == ProtectionLevel.FAILOVER
 
     def _is_settled(self) -> bool:
         alive = [m for m in self.processes.values() if not m.failure]

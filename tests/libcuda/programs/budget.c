@@ -62,6 +62,23 @@ static void count_forced_waits(void)
 	CHECK(added(period) > GIB * 1000 / SPEED && added(period) < GIB * 1000 / SPEED + MS);
 }
 
+/* Many small operations: the program is the slower side, and prepares snapshots and marks itself. */
+static void count_preparation_unless_the_gpu_hides_it(void)
+{
+	struct mpsd_period period = { .length_ns = MS, .bytes = GIB / 10, .prepared_ns = 200 * US };
+
+	CHECK(added(period) == 200 * US);
+	CHECK(mpsd_budget_added(&period, 0) == 0);
+	/* The relay takes launches off the program. */
+	period.relayed = 10;
+	CHECK(added(period) == 175 * US);
+	period.relayed = 400;
+	CHECK(added(period) == 0);
+	period.relayed = 0;
+	period.waited_ns = 500 * US;
+	CHECK(added(period) == GIB / 10 * 1000 / SPEED);
+}
+
 /* Periods until the program leaves; 0: it does not. */
 static int periods(uint64_t length_ns, uint64_t added_ns, int most)
 {
@@ -124,6 +141,7 @@ int main(void)
 	add_what_idle_time_does_not_hide();
 	count_copies_of_a_program_that_only_looks();
 	count_forced_waits();
+	count_preparation_unless_the_gpu_hides_it();
 	let_debt_leak();
 	miss_now_and_then();
 	CHECK(mpsd_budget_is_by_leads(1000, 900) && !mpsd_budget_is_by_leads(1000, 899) && !mpsd_budget_is_by_leads(0, 0));

@@ -20,6 +20,9 @@
 #define MOST_MISSES 3
 #define MISS_NS 60000000000ull
 
+/* What the program saves where the relay submits a launch for it: most of what the driver takes for one. */
+#define RELAYED_NS 2500ull
+
 /* A wait for an idle GPU takes some microseconds, for the mark alone. Shorter waits do not show that the GPU was behind. */
 #define SHORT_NS 50000ull
 
@@ -43,17 +46,19 @@ static uint64_t least(uint64_t a, uint64_t b)
 
 /*
  * If the program waited for the GPU, the GPU was the slower side, and copies delayed it by their own time at most; a forced
- * wait took only what the program would have waited later. If it never waited, the GPU's idle time hid the copies, and a
- * forced wait delayed the program by all of itself. If it only looked, either may be so: the copies count.
+ * wait and the preparation of operations took only what the program would have waited later. If it never waited, the GPU's idle
+ * time hid the copies; a forced wait and the preparation delayed the program by all of themselves, less what the relay took off
+ * it. If it only looked, either may be so: the copies count. Without the GPU's speed nothing is known of preparation.
  */
 uint64_t mpsd_budget_added(const struct mpsd_period *period, uint64_t speed)
 {
 	uint64_t copies = speed ? period->bytes * 1000 / speed : 0, waited = period->waited_ns, added;
+	uint64_t prepared = speed ? period->prepared_ns : 0, relayed = period->relayed * RELAYED_NS;
 
 	if (waited < SHORT_NS && period->looked_ns > waited)
 		waited = period->looked_ns;
 	if (waited < SHORT_NS)
-		added = least(copies, waited) + period->forced_ns;
+		added = least(copies, waited) + period->forced_ns + prepared - least(prepared, relayed);
 	else
 		added = least(copies, waited + period->forced_ns) + period->forced * BUBBLE_NS;
 	return least(added, period->length_ns);

@@ -15,6 +15,8 @@ struct mpsd_period {
 	uint64_t by_leads;	/* of them, in allocations that parameters of kernels lead to */
 	uint64_t waited_ns;	/* the program waited for the GPU */
 	uint64_t forced_ns;	/* the proxy waited, to end an epoch early */
+	uint64_t prepared_ns;	/* threads prepared operations: planned and submitted snapshots and marks */
+	uint64_t relayed;	/* launches that the relay submitted meanwhile */
 	uint64_t looked_ns;	/* from the program's first look at unfinished work to the end; 0: it looked at none */
 	unsigned int forced;	/* epochs that were ended early */
 };

@@ -7,6 +7,7 @@
 #include "clock.h"
 #include "exact/relay.h"
 #include "exact/shapes.h"
+#include "exact/spending.h"
 #include "failover/made.h"
 #include "failover/wish.h"
 #include "processors.h"
@@ -57,6 +58,8 @@ static bool give_one(uint64_t served, bool *is_given)
 	moves = mpsd_carry_enter();
 	if (moves == served)
 		*is_given = mpsd_relay_give_one(moves);
+	if (*is_given)
+		mpsd_spending_relayed();
 	mpsd_carry_leave(moves);
 	end();
 	return moves == served;

@@ -19,11 +19,12 @@
 #define LONG_NS 1000000000ull	/* a period ends after that at a forced end, too: some programs never wait */
 #define TELL_NS 1000000000ull	/* between two that the daemon is told */
 #define OF_BEFORE 7		/* of eight parts */
+#define MOST_PREPARED_NS 200000ull	/* for one operation */
 
 /* The present period, with the lock. */
 static uint64_t began_ns;	/* 0: nothing of it, or it is not measured */
 static struct mpsd_period period;
-static atomic_uint_least64_t waited_ns, forced_ns, looked_at_ns;
+static atomic_uint_least64_t waited_ns, forced_ns, looked_at_ns, prepared_ns, relayed;
 
 static struct mpsd_debt debt;
 static atomic_uint_least64_t budget, speed;
@@ -40,6 +41,8 @@ static void begin_anew(void)
 	atomic_store(&waited_ns, 0);
 	atomic_store(&forced_ns, 0);
 	atomic_store(&looked_at_ns, 0);
+	atomic_store(&prepared_ns, 0);
+	atomic_store(&relayed, 0);
 }
 
 void mpsd_spending_begin(void)
@@ -62,6 +65,22 @@ void mpsd_spending_saved(uint64_t bytes, uint64_t by_leads)
 void mpsd_spending_waited(uint64_t ns)
 {
 	atomic_fetch_add(mpsd_thread.is_forced ? &forced_ns : &waited_ns, ns);
+}
+
+void mpsd_spending_prepared(uint64_t ns)
+{
+	/* Another process had the processor, or memory was allocated, which happens seldom. */
+	atomic_fetch_add(&prepared_ns, ns < MOST_PREPARED_NS ? ns : MOST_PREPARED_NS);
+}
+
+void mpsd_spending_relayed(void)
+{
+	atomic_fetch_add_explicit(&relayed, 1, memory_order_relaxed);
+}
+
+uint64_t mpsd_spending_forced_ns(void)
+{
+	return atomic_load(&forced_ns);
 }
 
 void mpsd_spending_looked(void)
@@ -142,6 +161,8 @@ void mpsd_spending_end(uint64_t operations)
 		return;
 	period.waited_ns = atomic_load(&waited_ns);
 	period.forced_ns = atomic_load(&forced_ns);
+	period.prepared_ns = atomic_load(&prepared_ns);
+	period.relayed = atomic_load(&relayed);
 	period.looked_ns = looked_at && looked_at < now ? now - looked_at : 0;
 	added_ns = mpsd_budget_added(&period, atomic_load(&speed));
 	note(added_ns, now);

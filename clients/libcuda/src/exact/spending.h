@@ -17,6 +17,13 @@ void mpsd_spending_saved(uint64_t bytes, uint64_t by_leads);
 void mpsd_spending_waited(uint64_t ns);
 void mpsd_spending_looked(void);
 
+/* By any thread: what the proxy did for an operation took so long, without waits. The relay submitted a launch. */
+void mpsd_spending_prepared(uint64_t ns);
+void mpsd_spending_relayed(void);
+
+/* By any thread: what is to be subtracted from that, as it grows. */
+uint64_t mpsd_spending_forced_ns(void);
+
 /* Without the lock: the GPU whose context is current is the one that copies. */
 void mpsd_spending_of_device(void);
 

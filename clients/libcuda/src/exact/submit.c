@@ -3,6 +3,7 @@
  * What the program submits: noted before the driver has it, in the order in which the driver gets it, and with what
  * it may write saved first. One thread at a time does that; who is overtaken by a move finds its operation done.
  */
+#include "clock.h"
 #include "exact/budget.h"
 #include "exact/copier.h"
 #include "exact/exposure.h"
@@ -12,6 +13,7 @@
 #include "exact/readers.h"
 #include "exact/relay.h"
 #include "exact/shelf.h"
+#include "exact/spending.h"
 #include "exact/submit.h"
 #include "exact/undo.h"
 #include "exact/validate.h"
@@ -210,6 +212,18 @@ static CUresult make_ready(struct mpsd_op *op, bool full)
 	return result;
 }
 
+static CUresult make_ready_measured(struct mpsd_op *op, bool full)
+{
+	uint64_t began = mpsd_now_ns(), forced = mpsd_spending_forced_ns(), took;
+	CUresult result = make_ready(op, full);
+
+	took = mpsd_now_ns() - began;
+	forced = mpsd_spending_forced_ns() - forced;
+	if (took > forced && took - forced <= took)
+		mpsd_spending_prepared(took - forced);
+	return result;
+}
+
 /* With the order, which everybody's next operation waits for. */
 static CUresult put(struct mpsd_op *op, uint64_t moves, struct mpsd_ahead *ahead)
 {
@@ -228,7 +242,7 @@ static CUresult put(struct mpsd_op *op, uint64_t moves, struct mpsd_ahead *ahead
 			mpsd_exact_fail("more streams than per-stream logs");
 		return MPSD_AGAIN;
 	}
-	result = make_ready(op, full);
+	result = make_ready_measured(op, full);
 	if (result == CUDA_SUCCESS && op->kind == MPSD_OP_COPY)
 		op->copy.is_by_kernel = mpsd_copier_makes(op);
 	mpsd_word_take(&mpsd_exact_lock);

@@ -62,13 +62,16 @@ static CUresult mark(const struct mpsd_proof *proof)
 {
 	uint64_t moves = mpsd_tables()->moves;
 	CUresult result = CUDA_SUCCESS;
+	uint64_t began;
 
 	if (!proof->count)
 		return CUDA_SUCCESS;
 	if (!mpsd_order_take(moves))
 		return MPSD_AGAIN;
+	began = mpsd_now_ns();
 	for (unsigned int i = 0; i < proof->count && result == CUDA_SUCCESS; i++)
 		result = mpsd_lane_mark(&mpsd_lanes[proof->wanted[i].lane]);
+	mpsd_spending_prepared(mpsd_now_ns() - began);
 	mpsd_order_give(moves);
 	return result;
 }
