@@ -14,8 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-TRAININGS = ("transformer", "convolution", "expandable", "compiled", "mixed")
+TRAININGS = (
+    "transformer",
+    "convolution",
+    "expandable",
+    "malloc_async",
+    "collective",
+    "compiled",
+    "mixed",
+)
 GENERATIONS = ("generate", "generate_large", "generate_llama")
+XLA = ("xla_training", "xla_large_pool", "xla_inference")
 TORCH = (*TRAININGS, *GENERATIONS, "graphs", "streams", "pinned", "sharing", "serving")
 BINDINGS = (
     "bindings",
@@ -27,7 +36,7 @@ BINDINGS = (
 )
 HIDDEN = ("bindings_hidden",)
 """Workloads that write outside their parameters, for validation to find; not for faults."""
-NAMES = (*TORCH, *BINDINGS, *HIDDEN, "cupy_arrays", "calls")
+NAMES = (*TORCH, *XLA, *BINDINGS, *HIDDEN, "cupy_arrays", "calls")
 MAPPED = ("bindings_segments", "expandable")
 """Workloads that map all their memory themselves, which the vault does not hold."""
 ON_SIMULATED = (*BINDINGS, *HIDDEN, "calls")
@@ -35,7 +44,11 @@ ON_SIMULATED = (*BINDINGS, *HIDDEN, "calls")
 
 
 def module_of(name: str) -> str:
-    """Return the module of a workload: those named bindings... are in a package of their own."""
+    """Return the module of a workload: trainings, and those named bindings... or xla_..., are in packages."""
+    if name in TRAININGS:
+        return f"{__name__}.training.{name}"
+    if name in XLA:
+        return f"{__name__}.xla.{name.removeprefix('xla_')}"
     if name in (*BINDINGS, *HIDDEN):
         return f"{__name__}.bindings.{name.removeprefix('bindings').lstrip('_') or 'allocations'}"
     return f"{__name__}.{name}"

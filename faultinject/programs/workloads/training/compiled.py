@@ -7,7 +7,7 @@ import os
 # It compiles in its own process: a pool of compilers outlives a program that a fault ends.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
-from faultinject.programs.workloads.transformer import (
+from faultinject.programs.workloads.training.transformer import (
     PER_STEP,
     UNIT,
     UNTIMED,

@@ -8,8 +8,8 @@ os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 import torch
 
-from faultinject.programs.workloads import transformer
-from faultinject.programs.workloads.transformer import (
+from faultinject.programs.workloads.training import transformer
+from faultinject.programs.workloads.training.transformer import (
     PER_STEP,
     UNIT,
     UNTIMED,

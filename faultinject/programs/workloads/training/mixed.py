@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faultinject.programs.workloads.transformer import (
+from faultinject.programs.workloads.training.transformer import (
     PER_STEP,
     UNIT,
     UNTIMED,

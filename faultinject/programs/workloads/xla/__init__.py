@@ -1,0 +1,1 @@
+"""JAX programs: XLA records their work as command buffers, and takes all its memory as one allocation."""
