@@ -208,6 +208,11 @@ static void release_what_no_epoch_needs_any_more(void)
 		end_a_window();
 	}
 	CHECK(mpsd_chunks_needed() == UINT64_MAX && mpsd_chunks_due_ms() == 30001);
+	/* The thread that tends them does not spin after the mode has ended. */
+	mpsd_exact_on = false;
+	end_a_window();
+	CHECK(mpsd_chunks_due_ms() == 30001);
+	mpsd_exact_on = true;
 	CHECK(mpsd_undo_release(0) == CUDA_SUCCESS && mpsd_chunks_due_ms() == -1);
 	threads = 0;
 	has_thread = true;

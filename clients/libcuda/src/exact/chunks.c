@@ -230,9 +230,12 @@ void mpsd_chunks_tend(void)
 
 	if (!window_ns)
 		window_ns = now;
-	if (now - window_ns < WINDOW_NS || !mpsd_exact())
+	if (now - window_ns < WINDOW_NS)
 		return;
 	window_ns = now;
+	/* Without the mode no epoch ends, so nothing is known. */
+	if (!mpsd_exact())
+		return;
 	most = end_window();
 	if (mpsd_undo_bytes() < most + LITTLE || mpsd_undo_bytes() / 2 < most)
 		return;
