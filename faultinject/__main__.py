@@ -18,6 +18,7 @@ from faultinject.campaigns import check, matrixreport, numerics, sources, takeov
 from faultinject.campaigns.attacks import command as attacks
 from faultinject.campaigns.crowd import command as crowd
 from faultinject.campaigns.defaults import command as defaults
+from faultinject.campaigns.ends import command as ends
 from faultinject.campaigns.failover import command as failover
 from faultinject.campaigns.matrix import (
     Matrix,
@@ -208,6 +209,7 @@ def parser() -> argparse.ArgumentParser:
     attacks.add_parser(commands, _TYPES)
     defaults.add_parser(commands, _TYPES)
     crowd.add_parser(commands, _TYPES)
+    ends.add_parser(commands, _TYPES)
     render = commands.add_parser("render", help="render a report as Markdown")
     render.add_argument("report", type=Path)
     render.set_defaults(go=_render)

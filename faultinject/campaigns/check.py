@@ -11,6 +11,7 @@ from faultinject.campaigns import bench, matrixreport, numerics, sources, sweep,
 from faultinject.campaigns.attacks import command as attacks
 from faultinject.campaigns.crowd import command as crowd
 from faultinject.campaigns.defaults import reports as defaults
+from faultinject.campaigns.ends import command as ends
 from faultinject.campaigns.failover import reports as failover
 from faultinject.campaigns.measure import report as measure
 from faultinject.campaigns.proxy import reports as proxy
@@ -57,6 +58,7 @@ KINDS = (
     Kind("attacks", attacks.load, attacks.verdicts, attacks.markdown),
     Kind("defaults", defaults.load, defaults.verdicts, defaults.markdown),
     Kind("crowd", crowd.load, crowd.verdicts, crowd.markdown),
+    Kind("ends", ends.load, ends.verdicts, ends.markdown),
     Kind("sweep", sweep.load, sweep.verdicts, sweep.markdown),
     Kind("bench", bench.load, lambda data: [], bench.markdown),
     Kind("measure", measure.load, lambda data: [], measure.markdown),

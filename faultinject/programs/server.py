@@ -85,6 +85,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--words", type=int, default=256)
     parser.add_argument("--pause-ms", type=float, default=0.0)
+    parser.add_argument("--ballast-mib", type=int, default=0, help="it also keeps so much memory unused")
     parser.add_argument("--kernel-ms", type=float, default=0.0, help="it looks for results that much later")
     args = parser.parse_args(argv)
     no_core_dumps()
@@ -94,6 +95,8 @@ def main(argv: list[str]) -> int:
         device = open_device(args.backend)
         lasts_s = args.kernel_ms / 1e3
         server = Server(Computation(device, args.seed, args.words, check=True, lasts_s=lasts_s))
+        if args.ballast_mib:
+            device.alloc(args.ballast_mib << 20)
         server.serve()
         say("ready", **identity())
         work(server, inbox, args.pause_ms / 1e3)

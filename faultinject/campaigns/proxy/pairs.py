@@ -198,7 +198,7 @@ class Group:
         if auto is None or auto.failure:
             return
         end = min(until, clock() + SETTLE_S[self.rig.node.name])
-        while clock() < end and not auto.failure and self._has_failover(auto):
+        while clock() < end and self._has_failover(auto):
             self._guard_failure(auto, self._block, steps)
             blocks += 1
         for process in self.processes.values():
@@ -207,7 +207,7 @@ class Group:
             process.blocks.clear()
 
     def _has_failover(self, process: PairedProcess) -> bool:
-        found = _protection(process, self.rig.mpsd.status())
+        found = None if process.failure else _protection(process, self.rig.mpsd.status())
         return found is not None and found["level"] == ProtectionLevel.FAILOVER
 
     def _is_settled(self) -> bool:

@@ -1,0 +1,1 @@
+"""What programs leave behind after fail-overs, and what a long life under them costs."""
