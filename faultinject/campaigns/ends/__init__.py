@@ -1,1 +1,1 @@
-"""What programs leave behind after fail-overs, and what a long life under them costs."""
+"""Leftovers of programs that failed over, and the growth of one that does so often."""

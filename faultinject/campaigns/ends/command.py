@@ -202,7 +202,7 @@ def _run_command(args: argparse.Namespace) -> int:
 
 def add_parser(commands: Any, types: Any) -> None:
     """Add the options of the subcommand. `types`: the readers of names, numbers and seconds."""
-    parser = commands.add_parser("ends", help="what programs leave behind after fail-overs")
+    parser = commands.add_parser("ends", help="leftovers of programs that failed over")
     types.proxied_runs(parser, "run", deadline=240.0, limited="both rows")
     sizes = "of the programs that end [MiB] (default: by the backend)"
     parser.add_argument("--sizes", type=types.counts, default=[], help=sizes)
