@@ -25,6 +25,7 @@ from faultinject.campaigns.matrix import (
     Plan,
     passed,
 )
+from faultinject.campaigns.outages import command as outages
 from faultinject.campaigns.proxy import command as proxy
 from faultinject.campaigns.serving import command as serving
 from faultinject.evidence import files, revision, tables
@@ -210,6 +211,7 @@ def parser() -> argparse.ArgumentParser:
     defaults.add_parser(commands, _TYPES)
     crowd.add_parser(commands, _TYPES)
     ends.add_parser(commands, _TYPES)
+    outages.add_parser(commands, _TYPES)
     render = commands.add_parser("render", help="render a report as Markdown")
     render.add_argument("report", type=Path)
     render.set_defaults(go=_render)

@@ -14,6 +14,7 @@ from faultinject.campaigns.defaults import reports as defaults
 from faultinject.campaigns.ends import command as ends
 from faultinject.campaigns.failover import reports as failover
 from faultinject.campaigns.measure import report as measure
+from faultinject.campaigns.outages import command as outages
 from faultinject.campaigns.proxy import reports as proxy
 from faultinject.campaigns.serving import reports as serving
 from faultinject.evidence import files
@@ -59,6 +60,7 @@ KINDS = (
     Kind("defaults", defaults.load, defaults.verdicts, defaults.markdown),
     Kind("crowd", crowd.load, crowd.verdicts, crowd.markdown),
     Kind("ends", ends.load, ends.verdicts, ends.markdown),
+    Kind("outages", outages.load, outages.verdicts, outages.markdown),
     Kind("sweep", sweep.load, sweep.verdicts, sweep.markdown),
     Kind("bench", bench.load, lambda data: [], bench.markdown),
     Kind("measure", measure.load, lambda data: [], measure.markdown),

@@ -57,9 +57,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--memory", type=int, default=1 << 20, help="bytes of device memory it holds")
     parser.add_argument("--known", action="store_true", help="its kernel is known when it faults")
     parser.add_argument("--stay", action="store_true", help="continue after an access that was absorbed")
+    late = "it joins a domain, and faults at once, on go"
+    parser.add_argument("--join-late", action="store_true", help=late)
     args = parser.parse_args(argv)
     no_core_dumps()
     inbox = Inbox()
+    if args.join_late:
+        say("ready", **identity())
+        inbox.expect("go")
     plan = Plan(args.kind, args.variant, args.fill, args.busy_s)
     try:
         device = open_device(args.backend)
@@ -76,8 +81,9 @@ def main(argv: list[str]) -> int:
                 pages = HostPages()
                 pages.await_guard()
                 plan = replace(plan, pages=pages)
-        say("ready", **identity(), context_at=context_at, on_mps=device.on_mps)
-        inbox.expect("go")
+        if not args.join_late:
+            say("ready", **identity(), context_at=context_at, on_mps=device.on_mps)
+            inbox.expect("go")
         commit(device, plan)
         say("outcome", code=0)
         if args.stay or plan.kind in kinds.ZONE:

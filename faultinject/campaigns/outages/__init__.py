@@ -1,0 +1,1 @@
+"""Faults around the death of mpsd, and bursts of faults."""

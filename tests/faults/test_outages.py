@@ -1,0 +1,49 @@
+"""Faults around a death of mpsd, and bursts of faults: verdicts, and how a run is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from faultinject.campaigns.outages import command
+
+
+def outcome(**changes: Any) -> dict[str, Any]:
+    row = {"kind": "trap", "killed_s": 0.1, "away_s": 0.2, "faults": 1, "lost": 0, "wrong": 0, "innocent": 0}
+    return {**row, "pause": 40.0, "problem": "", "errors": [], **changes}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (outcome(), "valid"),
+        (
+            outcome(lost=2, errors=["gone"]),
+            "invalid: 2 protected programs were lost: gone",
+        ),
+        (outcome(wrong=1), "invalid: 1 programs saw wrong results"),
+        (outcome(innocent=1), "invalid: mpsd named 1 innocent programs"),
+        (outcome(faults=0), "unknown: the fault had no effect"),
+        (outcome(problem="no answer"), "invalid: no answer"),
+    ],
+)
+def test_a_fault_is_judged_by_the_protected_programs(row: dict[str, Any], says: str) -> None:
+    assert command.judge(row) == says
+
+
+def test_rows_are_grouped_by_kind_and_time_without_mpsd() -> None:
+    outages = [outcome(), outcome(pause=60.0), outcome(kind="store", away_s=1.0, lost=1, errors=["gone"])]
+    bursts = [outcome(killed_s=None, away_s=None, faults=5)]
+    rows = command.table({"outages": outages, "bursts": bursts})
+    assert [row[:5] for row in rows[1:]] == [
+        ["1", "trap", "0.2", "2", "2"],
+        ["1", "store", "1.0", "1", "0"],
+        ["5", "trap", "-", "1", "1"],
+    ]
+    assert rows[1][-1] == "50.0 / 60.0" and rows[2][5] == "1"
+
+
+def test_a_run_without_a_fault_is_not_valid() -> None:
+    report = {"outages": [], "bursts": [], "problem": ""}
+    assert command.verdicts(report) == [("the run", "invalid: nothing was run")]
