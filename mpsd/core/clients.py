@@ -359,6 +359,7 @@ def _end(draft: Draft, process: ProcessInstance, how: str, *, execed: bool = Fal
     spaces = [c for c in draft.state.spaces_of(process) if c.living]
     idle = {c.id for c in spaces if not draft.state.at_home(c)}
     participant = draft.state.members.get(process)
+    following = {c.id for c in spaces if leases.follows(draft.state, c, participant)}
     hitrecords.ended(draft, process)
     handlers.ended(draft, process, execed=execed)
     answer_evicted(draft, process, how)
@@ -373,6 +374,7 @@ def _end(draft: Draft, process: ProcessInstance, how: str, *, execed: bool = Fal
             lingering = replace(client, state=ClientState.LINGERING, died=draft.now)
             # Work is observed per process, so a hang is never attributed to an idle standby context.
             lingering = replace(lingering, blind=lingering.blind or client.id in idle)
+            lingering = replace(lingering, follows=client.id in following)
             draft.put_client(replace(lingering, eviction=None, frozen=None))
             linger = draft.state.policy.linger_limit_s
             draft.emit(ProbeWork(client.id), ArmTimer("linger", str(client.id.process), linger))
@@ -381,6 +383,7 @@ def _end(draft: Draft, process: ProcessInstance, how: str, *, execed: bool = Fal
         neighbours = draft.users_of(client.id.domain) - {client.facts.uid}
         if neighbours:
             draft.publish("neighbour-ended", None, neighbours, domain=client.id.domain)
+    leases.release_followers(draft, process, draft.now)
     leases.forget_if_done(draft, process)
     for name in {c.id.domain for c in spaces}:
         slots.touch(draft, name)

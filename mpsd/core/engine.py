@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpsd.core import clients, domains, killing, lists, proof, slots, victims
+from mpsd.core import clients, domains, killing, leases, lists, proof, slots, victims
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Effect, Freeze, Kill, ProgramCommand, ReleaseLease, Terminate
@@ -18,6 +18,7 @@ from mpsd.core.failover import budgets, handlers, memory, plan, programcounter, 
 from mpsd.core.failover import reports as mev
 from mpsd.core.faults import absorbed, hitrecords, hits, outside, recording, servers, signs
 from mpsd.core.state import (
+    Client,
     DomainState,
     InvariantViolation,
     State,
@@ -226,6 +227,15 @@ def _check_effects(before: State, event: ev.Event, draft: Draft) -> None:
             _check_release(before, event, draft, effect)
 
 
+def _has_followed(before: State, draft: Draft, client: Client) -> bool:
+    """Return whether this lease follows others of its process (mpsd.core.leases), and none of those is left."""
+    process, participant = client.id.process, before.members.get(client.id.process)
+    follows = client.follows or leases.follows(before, client, participant)
+    died = draft.now if client.died is None else client.died
+    left = (c for c in draft.state.spaces_of(process) if c.living or c.died == died)
+    return follows and all(c.follows for c in left)
+
+
 _NEVER_LISTED = ev.ClientsListed | ev.ServerStateSeen | ev.DomainStarted
 """Events that show that a process which only log lines name is no client."""
 
@@ -241,7 +251,7 @@ def _check_release(before: State, event: ev.Event, draft: Draft, effect: Release
         return
     if effect.client in draft.state.clients:
         raise InvariantViolation(f"lease of {effect.client} is released while its client is kept")
-    if isinstance(event, ev.DomainStopped):
+    if isinstance(event, ev.DomainStopped) or _has_followed(before, draft, client):
         return
     if isinstance(event, ev.WorkEnded) and event.client == effect.client:
         return

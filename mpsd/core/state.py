@@ -263,8 +263,8 @@ class Client:
     `unstored`: only the daemon holds its lease. `blind`: the end of its work is not visible. `zone_policy`:
     set for its process, None for the default. `frozen`: time since which mpsd has it stopped. `apart`: its
     address spaces are known to differ from those that its process has in other domains. `waited`: its process
-    ran no work there when it ended. `absent`: a list that should name it does not. `fault`: see
-    UnconfirmedFault.
+    ran no work there when it ended. `follows`: see mpsd.core.leases. `absent`: a list that should name it does
+    not. `fault`: see UnconfirmedFault.
     """
 
     id: ClientId
@@ -284,6 +284,7 @@ class Client:
     frozen: float | None = None
     apart: bool = False
     waited: bool = False
+    follows: bool = False
     absent: bool = False
     fault: UnconfirmedFault | None = None
 

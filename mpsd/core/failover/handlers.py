@@ -90,7 +90,8 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
 def on_restored(draft: Draft, event: mev.MemberRestored) -> None:
     if _most(draft, event.process, event.uid) is FailoverMode.OFF or event.process in draft.state.members:
         return
-    participant = Participant(event.process, event.uid, event.mode, connected=False, home=event.home)
+    known = Participant(event.process, event.uid, event.mode, connected=False, heard=False)
+    participant = replace(known, home=event.home)
     if event.left_behind:
         participant = replace(participant, standing=Standing.LEFT_BEHIND, reason=event.left_behind)
     limit = budgets.restored(draft.state, event.limit)

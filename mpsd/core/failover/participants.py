@@ -124,6 +124,7 @@ class Participant:
 
     Connection and standby context:
       - `connected`: the participant can be told something.
+      - `heard`: it has said HELLO to this mpsd, so its home is the present one.
       - `reason`: why it is not ready, or was left behind.
       - `fences`: it accepts the daemon's message that its old domain writes no more.
       - `ready_ms`, `bytes`: cost of its standby context, as it reports.
@@ -166,6 +167,7 @@ class Participant:
     uid: int
     mode: FailoverMode
     connected: bool = True
+    heard: bool = True
     home: str | None = None
     standing: Standing = Standing.WAITING
     generation: int = 0

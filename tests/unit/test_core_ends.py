@@ -1,0 +1,133 @@
+"""Ends of clients of several domains: each lease ends by the signs of the domain in which the work ran."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mpsd.base.model import ClientId, ServerState
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.events import DomainRole
+from mpsd.core.failover import reports as mev
+from mpsd.core.state import ClientState, DomainState
+from tests.support.core import SLOT, process, server_of
+from tests.unit.test_core_failover import KEEP, ON, Site, site
+
+OFTEN = replace(ON, moves_per_minute=100)
+MOVES = 4
+
+
+def drained(world: Site) -> None:
+    world.do(ev.DrainRequested((), True))
+    world.do(ev.DrainRequested((), False))
+
+
+def lost(world: Site, domain: str) -> None:
+    world.kernel(43, "channel 0x1", server_of(domain).pid, "nvidia-cuda-mps")
+
+
+def moved(moves: int = MOVES) -> Site:
+    """Client 10 has moved from d1 on, out of healthy domains in which the clients 21 and up live on."""
+    world = site(10, policy=OFTEN)
+    for number in range(1, moves + 1):
+        world.attach(20 + number, f"d{number}")
+        drained(world)
+        world.moved(10, number + 1)
+        world.started(f"d{number + 2}")
+        world.is_ready(10, number + 2)
+        world.wait(1.0)
+    for number in (1, 2):
+        world.attach(30 + number, f"d{moves + number}")
+    assert domains_of(world) == [f"d{n}" for n in range(1, moves + 3)]
+    return world
+
+
+def domains_of(world: Site) -> list[str]:
+    return sorted(c.id.domain for c in world.state.spaces_of(process(10)))
+
+
+def released(world: Site) -> list[str]:
+    return sorted(e.client.domain for e in world.ever(fx.ReleaseLease) if e.client.process == process(10))
+
+
+def work_ends(world: Site, domain: str) -> None:
+    world.do(ev.WorkEnded(ClientId(domain, process(10)), "its semaphores have been released"))
+
+
+@pytest.mark.parametrize("visible", [True, False])
+def test_the_end_of_its_work_releases_the_leases_in_all_domains_that_it_was_in(visible: bool) -> None:
+    world = moved()
+    everywhere = domains_of(world)
+    world.die(10)
+    assert released(world) == []
+    if not visible:
+        for domain in everywhere:
+            if domain != "d5":
+                world.do(ev.WorkNotVisible(ClientId(domain, process(10))))
+    work_ends(world, "d5")
+    assert released(world) == everywhere and domains_of(world) == []
+    assert world.made(fx.Forget) == [fx.Forget(process(10))]
+
+
+def test_no_lease_is_released_before_the_work_has_ended() -> None:
+    world = moved()
+    world.die(10)
+    world.do(ev.WorkNotVisible(ClientId("d5", process(10))))
+    assert "d5" in domains_of(world) and world.client("d5", 10).blind
+    assert released(world) == []
+
+
+def test_where_its_home_is_lost_the_leases_go_at_its_end() -> None:
+    """Its kernels were lost with its home, and look like work that never ends from each other domain."""
+    world = site(10, policy=replace(ON, moves_per_minute=0))
+    world.attach(11, "d2")
+    world.do(ev.ClientNoticed("d1", world.client("d1", 10).facts, listed=True))
+    lost(world, "d1")
+    assert not world.told() and world.domain("d2").state is DomainState.ACTIVE
+    world.die(10)
+    assert released(world) == ["d1", "d2"]
+
+
+def test_what_it_may_have_begun_where_it_was_told_to_move_is_waited_for() -> None:
+    world = site(10)
+    world.attach(11, "d2")
+    lost(world, "d1")
+    assert world.told() == [10]
+    world.die(10)
+    assert released(world) == ["d1"]
+    assert world.client("d2", 10).state is ClientState.LINGERING
+    work_ends(world, "d2")
+    assert released(world) == ["d1", "d2"]
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_home_that_only_an_earlier_mpsd_knew_is_no_ground(heard: bool) -> None:
+    world = Site(ON)
+    world.do(ev.SlotWanted(SLOT, ("GPU-0",), 1000, start=False))
+    world.adopt("d1", DomainRole.OLD, DomainState.FAULTED, server_state=ServerState.FAULT)
+    world.adopt("d2", DomainRole.ACTIVE, DomainState.ACTIVE)
+    world.do(mev.MemberRestored(process(10), 1000, KEEP, "d1"))
+    for domain in ("d1", "d2"):
+        world.attach(10, domain)
+    world.attach(11, "d2")
+    world.do(ev.AdoptionDone())
+    if heard:
+        world.hello(10)
+        assert world.state.members[process(10)].home == "d1"
+    world.die(10)
+    assert ("d2" in released(world)) == heard
+
+
+def test_the_leases_of_the_program_before_an_exec_go_by_themselves() -> None:
+    world = moved(1)
+    world.do(ev.ClientLeft(process(10), "exec"))
+    world.wait(1.0)
+    world.do(ev.ClientNoticed("d2", world.client("d2", 10).facts))
+    world.do(ev.ClientAttached("d2", process(10), 1, tracked=True, space=1))
+    world.die(10)
+    world.do(ev.WorkEnded(ClientId("d2", process(10), 1), "gone"))
+    assert released(world) == ["d2"] and domains_of(world) == ["d1", "d2", "d3"]
+    work_ends(world, "d2")
+    assert domains_of(world) == []
