@@ -225,6 +225,29 @@ class WorkWatch:
         else:
             run.report_due = True
 
+    def check_use(self, client: ClientId) -> bool:
+        """Post NeverLaunched if this client has launched nothing. Return False if it is not followed."""
+        run = self._runs.get(client)
+        if run is not None:
+            self._tasks.spawn(self._check_use(client, run))
+        return run is not None
+
+    async def _check_use(self, client: ClientId, run: _ProgramRun) -> None:
+        while run.probe is not None and not run.probe.done():
+            await asyncio.wait({run.probe})
+        if client in run.clients and run.watch is None and not run.replaced:
+            run.probe = self._tasks.spawn(self._report_unused(client, run))
+
+    async def _report_unused(self, client: ClientId, run: _ProgramRun) -> None:
+        """Look whether a client has launched work, in a thread as other probes."""
+        try:
+            launched = await self._probes.run(id(run), run.view.launched)
+        except (OSError, GpuError) as error:
+            log.warning(NOT_RECORDED, client=str(client), reason=str(error))
+            return
+        if launched is False:
+            self._post(ev.NeverLaunched(client))
+
     async def _report_unseen(self, clients: Collection[ClientId]) -> None:
         """Report that there is no sign of the end: the lease stays until the domain has no living client."""
         for client in sorted(clients):

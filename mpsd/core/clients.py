@@ -34,7 +34,7 @@ from mpsd.core.killing import (
 )
 from mpsd.core.lifecycle import ClientTrigger, allows, next_client_state
 from mpsd.core.state import POLICY, Client, ClientState, Domain, DomainState, Eviction, State
-from mpsd.core.victims import kill_frozen
+from mpsd.core.victims import USE, USE_S, kill_frozen
 
 # The server of such a domain has no contexts any more, so no work of an exited client can still run.
 _WORK_IS_LOST = (DomainState.FAULTED, DomainState.STOPPING)
@@ -289,6 +289,8 @@ def on_attached(draft: Draft, event: ev.ClientAttached) -> None:
     for client in attached[:1]:
         _ask_for(draft, client)
     _proof_came(draft, attached)
+    if draft.state.domains[event.domain].state is DomainState.FAULTED:
+        draft.emit(ArmTimer(USE, event.domain, USE_S))
     handlers.refresh(draft, event.process)
 
 
@@ -313,6 +315,8 @@ def on_attach_failed(draft: Draft, event: ev.AttachFailed) -> None:
         reason=event.reason,
     )
     _ask_for(draft, client)
+    if draft.state.domains[event.domain].state is DomainState.FAULTED:
+        draft.emit(ArmTimer(USE, event.domain, USE_S))
     handlers.refresh(draft, event.process)
 
 

@@ -139,6 +139,13 @@ class ConfirmWork:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeUse:
+    """Find out whether a living client has launched work. The answer, if it has not: NeverLaunched."""
+
+    client: ClientId
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseLease:
     """Close the duplicated descriptors, here and in the descriptor store, and the tracker.
 
@@ -397,6 +404,7 @@ Effect = (
     | Kill
     | ProbeWork
     | ConfirmWork
+    | ProbeUse
     | ReleaseLease
     | Forget
     | Inspect

@@ -85,6 +85,7 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     servers.SUCCESSOR: _for_domain(servers.on_successor),
     "laggards": _for_domain(victims.on_laggards),
     "kill-victims": _for_domain(victims.on_kill_victims),
+    victims.USE: _for_domain(victims.probe_use),
     "linger": clients.on_linger,
     "kill-wait": killing.on_kill_wait,
     "strays": outside.on_unattributed,
@@ -137,6 +138,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.WorkEnded: clients.on_work_ended,
     ev.WorkRuns: signs.on_work_runs,
     ev.WorkNotVisible: clients.on_work_not_visible,
+    ev.NeverLaunched: victims.on_never_launched,
     ev.UvmFatal: signs.on_uvm_fatal,
     ev.Inspected: signs.on_inspected,
     ev.GuardHit: hits.on_guard_hit,
@@ -188,6 +190,7 @@ def decide(state: State, event: ev.Event, now: float) -> Decision:
     """
     draft = Draft(state, now)
     _HANDLERS[type(event)](draft, event)
+    domains.settle_unused(draft, state)
     plan.offer_free_places(draft, state)
     recording.follow_moves(draft, state)
     _close_old_faults(draft)
@@ -228,7 +231,7 @@ def _check_effects(before: State, event: ev.Event, draft: Draft) -> None:
 
 
 def _has_followed(before: State, draft: Draft, client: Client) -> bool:
-    """Return whether this lease follows others of its process (mpsd.core.leases), and none of those is left."""
+    """Return whether this lease follows others of its process (mpsd.core.leases), of which none is left."""
     process, participant = client.id.process, before.members.get(client.id.process)
     follows = client.follows or leases.follows(before, client, participant)
     died = draft.now if client.died is None else client.died

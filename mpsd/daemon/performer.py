@@ -84,6 +84,7 @@ class Performer:
             fx.Kill: self._kill,
             fx.ProbeWork: lambda e: adapters.work.watch(e.client),
             fx.ConfirmWork: lambda e: adapters.work.confirm(e.client),
+            fx.ProbeUse: lambda e: adapters.attacher.check_use(e.client),
             fx.ReleaseLease: self._release,
             fx.Forget: self._forget,
             fx.Inspect: self._inspect,

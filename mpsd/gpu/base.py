@@ -108,6 +108,13 @@ class WorkView(Protocol):
         """
         ...
 
+    def launched(self) -> bool | None:
+        """Return whether a living client has ever launched work; None if this machine cannot tell.
+
+        Only for a client that can launch no more.
+        """
+        ...
+
     def close(self) -> None: ...
 
 

@@ -11,8 +11,10 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.events import DomainRole
 from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Standing
 from mpsd.core.state import ClientState, DomainState
-from tests.support.core import SLOT, process, server_of
+from mpsd.core.victims import USE
+from tests.support.core import SLOT, World, facts, process, server_of
 from tests.unit.test_core_failover import KEEP, ON, Site, site
 
 OFTEN = replace(ON, moves_per_minute=100)
@@ -24,7 +26,7 @@ def drained(world: Site) -> None:
     world.do(ev.DrainRequested((), False))
 
 
-def lost(world: Site, domain: str) -> None:
+def lost(world: World, domain: str) -> None:
     world.kernel(43, "channel 0x1", server_of(domain).pid, "nvidia-cuda-mps")
 
 
@@ -131,3 +133,110 @@ def test_the_leases_of_the_program_before_an_exec_go_by_themselves() -> None:
     assert released(world) == ["d2"] and domains_of(world) == ["d1", "d2", "d3"]
     work_ends(world, "d2")
     assert domains_of(world) == []
+
+
+# -- clients without work in a faulted domain ------------------------------------------------------------
+
+
+def looked_at(world: World, domain: str = "d1") -> list[int]:
+    world.timer(USE, domain)
+    return [e.client.process.pid for e in world.made(fx.ProbeUse)]
+
+
+def unused(world: World, pid: int, domain: str = "d1") -> None:
+    world.do(ev.NeverLaunched(ClientId(domain, process(pid))))
+
+
+def faulted(*pids: int, exclusive: bool = False) -> World:
+    """The clients 11 and `pids` of d1, which has faulted; d2 serves."""
+    world = World().ready(exclusive)
+    world.join(11, *pids)
+    lost(world, "d1")
+    assert world.domain("d1").state is DomainState.FAULTED
+    return world
+
+
+def stopped(world: World) -> list[str]:
+    return [e.domain for e in world.ever(fx.StopDomain)]
+
+
+def test_a_client_without_work_does_not_keep_a_faulted_domain() -> None:
+    world = faulted()
+    assert (USE, "d1") in {(e.kind, e.subject) for e in world.made(fx.ArmTimer)}
+    assert looked_at(world) == [11] and stopped(world) == []
+    unused(world, 11)
+    assert stopped(world) == ["d1"]
+    assert [e.client.process.pid for e in world.made(fx.ReleaseLease)] == [11]
+    assert world.made(fx.Forget) == [fx.Forget(process(11))] and not world.ever(fx.Kill)
+
+
+def test_a_client_that_has_launched_work_keeps_it() -> None:
+    world = faulted(12)
+    assert looked_at(world) == [11, 12]
+    unused(world, 11)
+    assert stopped(world) == [] and looked_at(world) == [12]
+    world.die(12)
+    assert stopped(world) == ["d1"]
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_one_that_is_found_after_the_fault_is_looked_at_too(attached: bool) -> None:
+    world = World().ready()
+    world.join(11)
+    world.do(ev.ClientNoticed("d1", facts(12), listed=True))
+    lost(world, "d1")
+    assert looked_at(world) == [11, 12]
+    if attached:
+        world.do(ev.ClientAttached("d1", process(12), 1, tracked=True))
+    else:
+        world.do(ev.AttachFailed("d1", process(12), "the process created no GPU address space"))
+    assert (USE, "d1") in {(e.kind, e.subject) for e in world.made(fx.ArmTimer)}
+    assert looked_at(world) == [11, 12]
+
+
+def test_in_a_domain_that_serves_nothing_is_made_of_it() -> None:
+    world = World().ready()
+    world.join(11)
+    assert looked_at(world) == []
+    unused(world, 11)
+    assert not world.client("d1", 11).unused
+
+
+def test_where_one_server_can_exist_alone_its_process_is_waited_for() -> None:
+    world = faulted(exclusive=True)
+    unused(world, 11)
+    assert world.client("d1", 11).living and stopped(world) == []
+
+
+def test_one_under_eviction_is_waited_for() -> None:
+    world = faulted()
+    world.evict(11)
+    unused(world, 11)
+    assert world.client("d1", 11).state is ClientState.KILLING and stopped(world) == []
+
+
+@pytest.mark.parametrize("ends", ["connection", "preparation"])
+def test_a_participant_that_may_still_move_keeps_its_domain(ends: str) -> None:
+    world = site()
+    world.attach(10, "d1")
+    world.hello(10)
+    lost(world, "d1")
+    assert not world.told() and world.standing(10) is Standing.OFFERED
+    unused(world, 10)
+    assert stopped(world) == []
+    if ends == "connection":
+        world.do(mev.MemberLeft(process(10)))
+    else:
+        world.do(mev.MemberUnready(process(10), 2, "the driver refuses a second instance"))
+    assert stopped(world) == ["d1"]
+
+
+def test_the_others_move_out_of_a_domain_before_such_a_client_ends_with_it() -> None:
+    world = site(10)
+    world.attach(21, "d1")
+    lost(world, "d1")
+    unused(world, 21)
+    assert world.told() == [] and stopped(world) == []
+    world.moved(10, 2)
+    assert stopped(world) == ["d1"]
+    assert domains_of(world) == ["d2"]
