@@ -360,6 +360,13 @@ class LimitSnapshots:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchOff:
+    """Tell a program to leave fail-over for good. It stays at level guard."""
+
+    process: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
 class ExcludeWork:
     """Ignore bytes [start, end), those of its old context, when looking for the work of a process.
 
@@ -389,6 +396,7 @@ ProgramCommand = (
     | RequestMemory
     | GrantMemory
     | LimitSnapshots
+    | SwitchOff
 )
 """Commands to a program that runs under mpsd's libcuda."""
 

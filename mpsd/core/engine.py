@@ -168,6 +168,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     mev.MemberHolds: budgets.on_holds,
     mev.MemberCost: handlers.on_cost,
     mev.MemberExceeds: handlers.on_exceeds,
+    mev.MemberSwitchedOff: handlers.on_switched_off,
     mev.MemberError: handlers.on_error,
     mev.MemberMoved: handlers.on_moved,
     mev.MemberUnsure: handlers.on_unsure,

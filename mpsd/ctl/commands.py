@@ -139,6 +139,24 @@ def policy(options: Namespace, out: TextIO) -> int:
     return 0
 
 
+def protect(options: Namespace, out: TextIO) -> int:
+    with connect(options.socket) as client:
+        result = client.protect(
+            options.pid,
+            options.level,
+            start_ticks=options.start_ticks,
+            dry_run=options.dry_run,
+            reason=options.reason,
+            timeout=options.timeout,
+        )
+    if options.json:
+        _json(out, {"schema": SCHEMA, **result})
+        return 0
+    verb = "would switch off" if options.dry_run else "switched off"
+    _print(out, [f"{verb} the fail-over of process {result['pid']}: it stays at guard", *_steps(result)])
+    return 0
+
+
 def events(options: Namespace, out: TextIO) -> int:
     since = 0 if options.since is None and not options.follow else options.since
     known = eventtext.Records()
@@ -350,6 +368,7 @@ VERBS: Mapping[str, Callable[[Namespace, TextIO], int]] = {
     "status": status,
     "kill": kill,
     "policy": policy,
+    "protect": protect,
     "events": events,
     "faults": faults,
     "conditions": conditions,

@@ -104,6 +104,7 @@ class Performer:
             fx.RequestMemory: adapters.failover.give,
             fx.GrantMemory: adapters.failover.have_memory,
             fx.LimitSnapshots: adapters.failover.limit_snapshots,
+            fx.SwitchOff: adapters.failover.switch_off,
             fx.ExcludeWork: lambda e: adapters.work.leave_out(
                 e.process, anew=e.anew, start=e.start, end=e.end
             ),
