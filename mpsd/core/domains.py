@@ -428,6 +428,7 @@ def settle(draft: Draft, name: str) -> None:
         leases.release_idle(draft, name)
     else:
         leases.release_exited(draft, name)
+        leases.release_unused(draft, name)
     move(draft, name, DomainTrigger.EMPTY)
     draft.emit(StopDomain(name, min(ABANDONED_STOP_S, deadline_s) if held or poisoned else deadline_s))
     if slot.active == name:

@@ -268,12 +268,14 @@ class ArmTimer:
 class Welcome:
     """Tell a program its mode of fail-over. After OFF it gets no further commands.
 
-    `time_budget`: thousandths of an epoch that saving may add; None: it has no budgets.
+    `time_budget`: thousandths of an epoch that saving may add; None: it has no budgets. `switches`: it knows
+    the order to leave fail-over, so it hears that mpsd knows its answer.
     """
 
     process: ProcessInstance
     mode: FailoverMode
     time_budget: int | None = None
+    switches: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,12 +62,20 @@ def release_exited(draft: Draft, domain: str) -> None:
 
 
 def release_idle(draft: Draft, domain: str) -> None:
-    """Release clients with only an idle context in the domain.
+    """Release the idle contexts of participants in the domain.
 
     Exception: a participant that may be failing over to it right now.
     """
     for client in tuple(draft.state.clients_of(domain)):
-        if draft.state.is_idle(client) and not outcomes.is_coming(draft.state, client):
+        idle = client.eviction is None and draft.state.is_standby_context(client)
+        if idle and not outcomes.is_coming(draft.state, client):
+            release(draft, client)
+
+
+def release_unused(draft: Draft, domain: str) -> None:
+    """Release the living clients of a domain that is about to be stopped: they have launched nothing."""
+    for client in tuple(draft.state.clients_of(domain)):
+        if client.eviction is None and draft.state.is_unused(client):
             release(draft, client)
 
 

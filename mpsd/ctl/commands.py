@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
 from mpsd import __version__
-from mpsd.base.errors import DeadlineError, NotRunningError
+from mpsd.base.errors import DeadlineError, NotRunningError, ProtocolError, UsageError
 from mpsd.base.text import printable
 from mpsd.core.faults import taxonomy
 from mpsd.ctl import conditiontext, eventtext, failovertext, render, statustext, watch
@@ -140,15 +140,21 @@ def policy(options: Namespace, out: TextIO) -> int:
 
 
 def protect(options: Namespace, out: TextIO) -> int:
-    with connect(options.socket) as client:
-        result = client.protect(
-            options.pid,
-            options.level,
-            start_ticks=options.start_ticks,
-            dry_run=options.dry_run,
-            reason=options.reason,
-            timeout=options.timeout,
-        )
+    try:
+        with connect(options.socket) as client:
+            result = client.protect(
+                options.pid,
+                options.level,
+                start_ticks=options.start_ticks,
+                dry_run=options.dry_run,
+                reason=options.reason,
+                timeout=options.timeout,
+            )
+    except ProtocolError as error:
+        if "unknown operation" not in error.message:
+            raise
+        remedy = "restart mpsd with the present release: running clients live on"
+        raise UsageError("the daemon is of an earlier release without this command", remedy=remedy) from error
     if options.json:
         _json(out, {"schema": SCHEMA, **result})
         return 0

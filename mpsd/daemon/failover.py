@@ -172,7 +172,8 @@ class FailoverService:
 
     def welcome(self, effect: fx.Welcome) -> None:
         knows = int(effect.mode is not FailoverMode.OFF)
-        budgets, known = effect.time_budget is not None, knows * (SHORT_KNOWN | SWITCH_KNOWN)
+        known = knows * (SHORT_KNOWN | (SWITCH_KNOWN if effect.switches else 0))
+        budgets = effect.time_budget is not None
         values = (int(self._lazy), known, knows, knows, int(budgets), effect.time_budget or 0)
         self._server.tell(effect.process, Message(Kind.WELCOME, effect.mode, values=values))
 

@@ -237,6 +237,22 @@ def test_the_others_move_out_of_a_domain_before_such_a_client_ends_with_it() -> 
     lost(world, "d1")
     unused(world, 21)
     assert world.told() == [] and stopped(world) == []
+    assert world.client("d1", 21).unused
     world.moved(10, 2)
     assert stopped(world) == ["d1"]
     assert domains_of(world) == ["d2"]
+
+
+def test_such_a_client_is_known_for_as_long_as_its_domain_lasts() -> None:
+    """A list of the server names it, and it is no newcomer."""
+    world = site(10)
+    for pid in (21, 22):
+        world.attach(pid, "d1")
+    lost(world, "d1")
+    unused(world, 21)
+    world.moved(10, 2)
+    assert stopped(world) == [] and world.client("d1", 21).living
+    world.do(ev.ClientNoticed("d1", facts(21), listed=True))
+    assert world.domain("d1").refused == 0
+    world.die(22)
+    assert stopped(world) == ["d1"] and "clients_refused" not in world.state.counters

@@ -78,9 +78,10 @@ void mpsd_leave_follow(void)
 	if (!atomic_load(&is_ordered) || atomic_load(&has_left))
 		return;
 	mpsd_word_take(&mpsd_exact_lock);
+	/* An epoch with operations, or into which one is about to come, has an end at which the program leaves. */
 	if (!mpsd_exact())
 		leave_plainly();
-	else if (!mpsd_epoch.operations)
+	else if (!mpsd_epoch.operations && !mpsd_epoch.is_awaited && !mpsd_epoch.is_closed)
 		mpsd_leave_end();
 	mpsd_word_give(&mpsd_exact_lock);
 }
