@@ -93,6 +93,11 @@ class WorkView(Protocol):
         """Whether the location of the client's work is known; until then its context may be incomplete."""
         ...
 
+    @property
+    def settled(self) -> bool:
+        """Whether two looks agreed on that location. Else it says nothing if the client exits unseen."""
+        ...
+
     def refresh(self) -> None:
         """Locate the client's work. Called periodically while the client lives."""
         ...

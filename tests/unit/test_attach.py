@@ -144,7 +144,7 @@ class NoWork:
 class NoView:
     fds: Mapping[str, int] = {}
 
-    located = True
+    located = settled = True
 
     def refresh(self) -> None: ...
 

@@ -32,7 +32,7 @@ class View:
         self.closed_inside = self.twice_at_a_time = False
         self.left: str | None = ""
         self.left_out: list[tuple[int, int]] | None = None
-        self.located = True
+        self.located = self.settled = True
         self.looks = 0
         self.used: bool | None = False
         self.error: Exception | None = None
@@ -529,5 +529,22 @@ def test_looks_for_launches_come_one_after_the_other_and_end_before_the_view() -
         view.go_on.set()
         await until(lambda: view.closed)
         assert view.refreshed == 1
+
+    with_setup(play)
+
+
+@pytest.mark.usefixtures("grown")
+def test_a_client_with_changed_mappings_is_probed_again_until_two_probes_agree() -> None:
+    """It may exit before the next sweep, and be reaped before it is looked at."""
+
+    async def play(setup: Setup) -> None:
+        view = setup.follow(FIRST)
+        view.settled = False
+        setup.watch.refresh([FIRST])
+        # One look is that of the sweep.
+        await until(lambda: view.refreshed == 1 + endofwork.SETTLE_TRIES)
+        view.settled = True
+        setup.watch.forget(FIRST)
+        await until(lambda: view.closed)
 
     with_setup(play)

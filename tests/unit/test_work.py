@@ -353,6 +353,24 @@ def test_whether_a_living_client_has_launched_work_is_read_from_its_commands(
     view.close()
 
 
+@pytest.mark.usefixtures("readable")
+def test_a_view_is_settled_once_two_looks_agree(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = [*FEW]
+    monkeypatch.setattr(work, "areas", lambda rows: [*seen])
+    view = NvidiaWork().open(instance(child), -1)
+    settled = [view.settled]
+    for change in (False, True, False):
+        if change:
+            seen.append(Area(9 << 21, 10 << 21))
+        changed(view)
+        view.refresh()
+        settled.append(view.settled)
+    assert settled == [False, True, False, True]
+    view.close()
+
+
 def test_a_living_client_without_a_context_has_launched_nothing(child: subprocess.Popen[str]) -> None:
     view = NvidiaWork().open(instance(child), -1)
     assert view.launched() is False

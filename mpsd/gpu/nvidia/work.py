@@ -116,6 +116,11 @@ class ProcessWork:
         with self._turn:
             return bool(self._areas) or (self._blind and self._probed is not None)
 
+    @property
+    def settled(self) -> bool:
+        # Without the lock: a look in progress may hang.
+        return self._settled or self._probed is None
+
     def refresh(self) -> None:
         self._probe()
 

@@ -53,6 +53,10 @@ class SimulatedWorkView:
         """Always True: the simulated GPU itself knows."""
         return True
 
+    @property
+    def settled(self) -> bool:
+        return True
+
     def refresh(self) -> None:
         return
 
