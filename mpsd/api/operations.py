@@ -307,6 +307,7 @@ class Operations:
         client = self._client(peer, "protect", int(args["pid"]), args.get("start_ticks"))
         daemon, process = self._daemon, client.id.process
         failover_view.require_switchable(daemon.runtime.state, process, str(args["level"]))
+        steps = failover_view.switch_steps(daemon.runtime.state.members[process])
         dry_run = bool(args.get("dry_run"))
         if not dry_run:
             daemon.runtime.post(mev.MemberSwitchedOff(process))
@@ -321,7 +322,6 @@ class Operations:
                 reason=str(args.get("reason") or ""),
             )
             self._require_saved()
-        steps = failover_view.switch_steps(daemon.runtime.state.members[process])
         row = {"pid": process.pid, "start_ticks": process.start_ticks, "level": "guard"}
         return {**row, "dry_run": dry_run, "steps": steps}
 
