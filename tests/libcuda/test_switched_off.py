@@ -9,8 +9,10 @@ import pytest
 from tests.libcuda.test_budget import BUDGET, SLOW, leaves, snapshots
 from tests.libcuda.test_exact import EXACT, gate, move
 from tests.libcuda.test_failover import Program, ask, copies, offer, post, stand_by
+from tests.libcuda.test_sanitizers import leave_with_threads
 from tests.support import moving
 from tests.support.gate import ANY, Gate
+from tests.support.libcudas import Libraries
 from tests.support.moving import Line, Post, Said
 from tests.support.simfixtures import backend, domain, second
 from tests.support.simnode import Domain, until
@@ -153,3 +155,10 @@ def test_a_later_daemon_hears_of_it_only_if_it_knows_that_reason(
     line = post.greet(mode, switch=True, budget=budget)
     is_by_hand(line.hear(moving.LEAVES))
     assert ask.end() == ""
+
+
+@pytest.mark.parametrize("relay", ["off", "always"])
+def test_a_program_with_several_threads_is_switched_off(
+    libraries: Libraries, tmp_path: Path, relay: str
+) -> None:
+    leave_with_threads(libraries, tmp_path, relay, by_hand=True)
