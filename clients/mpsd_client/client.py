@@ -156,6 +156,24 @@ class Client:
         args = {"pid": pid, "policy": policy, "start_ticks": start_ticks, "reason": reason}
         return self.call("zone_policy", args, timeout)
 
+    def protect(
+        self,
+        pid: int,
+        level: str,
+        *,
+        start_ticks: int | None = None,
+        dry_run: bool = False,
+        reason: str = "",
+        timeout: float | None = None,
+    ) -> Mapping[str, Any]:
+        """Switch a running program's fail-over off: level "guard". Returns {"pid", "level", "steps"}.
+
+        NotFoundError if the pid is not a client of the user, UsageError for another level or for a program
+        at guard already. UnsupportedError if its proxy does not know the order.
+        """
+        args = {"pid": pid, "level": level, "start_ticks": start_ticks, "dry_run": dry_run, "reason": reason}
+        return self.call("protect", args, timeout)
+
     def env(
         self,
         gpu: str | None = None,

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpsd.api.usernames import user_name
-from mpsd.base.model import FailoverMode
+from mpsd.base.errors import NotReadyError, UnsupportedError, UsageError
+from mpsd.base.model import FailoverMode, ProcessInstance
+from mpsd.base.protection import ProtectionLevel
 from mpsd.core.failover import plan
 from mpsd.core.failover.participants import OFFERED, Participant, Standing
 from mpsd.core.state import SERVING, Client, Domain, DomainState, Slot, State
@@ -132,3 +134,44 @@ def client_view(state: State, client: Client) -> Mapping[str, Any] | None:
     """Return the fail-over part of a client's row; None if its process is no participant."""
     participant = state.members.get(client.id.process)
     return None if participant is None else {**participant_view(participant), "here": state.at_home(client)}
+
+
+def require_switchable(state: State, process: ProcessInstance, level: str) -> None:
+    """Check that a program can be switched to `level`. Raise UsageError, NotReadyError, UnsupportedError."""
+    if level != ProtectionLevel.GUARD:
+        raise UsageError(
+            f"a running program cannot get the level {level!r}",
+            remedy='the one level to set is "guard"; set others in mpsd.toml, and restart the program',
+        )
+    pid, participant = process.pid, state.members.get(process)
+    if participant is None:
+        raise UsageError(
+            f"process {pid} takes no part in fail-over: there is nothing to switch off",
+            remedy="mpsd-ctl status shows its level",
+        )
+    if participant.excess is not None:
+        raise UsageError(
+            f"process {pid} is already at guard ({participant.excess.why})",
+            remedy="to switch its fail-over on again, restart it",
+        )
+    if not participant.connected:
+        raise NotReadyError(
+            f"process {pid} has no connection for fail-over at the moment",
+            remedy="repeat the command in a moment",
+        )
+    if not participant.switches:
+        raise UnsupportedError(
+            f"the proxy of process {pid} is of an earlier release and does not know this command",
+            remedy="restart the program with mpsd-run --protect guard",
+        )
+
+
+def switch_steps(participant: Participant) -> list[str]:
+    """Return what happens to a program that is switched off."""
+    moving = participant.standing is Standing.MOVING
+    return [
+        *(["it completes the move that it was told to make"] if moving else []),
+        "mpsd does not move it from now on: a fault of another client can end its GPU work",
+        "it releases its standby context, and its snapshot buffers once no work needs them",
+        "its guard zones stay",
+    ]

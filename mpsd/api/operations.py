@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from mpsd import __version__
+from mpsd.api import failoverview as failover_view
 from mpsd.api import limitsview
 from mpsd.api.doctor import KERNEL_LOG, condition_checks, run_checks
 from mpsd.api.node import Node
@@ -40,6 +41,7 @@ from mpsd.config.schema import BackendName
 from mpsd.core import events as ev
 from mpsd.core import slots
 from mpsd.core.failover import budgets
+from mpsd.core.failover import reports as mev
 from mpsd.core.faults import taxonomy
 from mpsd.core.proof import grounds
 from mpsd.core.state import Client, DomainState, State
@@ -79,6 +81,7 @@ class Operations:
             "undrain": self._undrain,
             "version": self._version,
             "zone_policy": self._zone_policy,
+            "protect": self._protect,
             "vault_list": lambda peer, args: VaultOperations(daemon.vault).list(peer),
             "vault_keep": lambda peer, args: VaultOperations(daemon.vault).keep(peer, args),
             "vault_free": lambda peer, args: VaultOperations(daemon.vault).free(peer, args),
@@ -289,12 +292,38 @@ class Operations:
             uid=client.facts.uid,
             domain=client.id.domain,
         )
-        if problem := daemon.saving.pending():
+        self._require_saved()
+        return {"pid": process.pid, "start_ticks": process.start_ticks, "policy": wanted}
+
+    def _require_saved(self) -> None:
+        if problem := self._daemon.saving.pending():
             raise StoreError(
                 f"the change is in force, but a restart of mpsd would lose it: {problem}",
                 remedy="free disk space there, and repeat the command",
             )
-        return {"pid": process.pid, "start_ticks": process.start_ticks, "policy": wanted}
+
+    async def _protect(self, peer: Peer, args: Mapping[str, Any]) -> Reply:
+        """Switch the fail-over of a program off while it runs."""
+        client = self._client(peer, "protect", int(args["pid"]), args.get("start_ticks"))
+        daemon, process = self._daemon, client.id.process
+        failover_view.require_switchable(daemon.runtime.state, process, str(args["level"]))
+        steps = failover_view.switch_steps(daemon.runtime.state.members[process])
+        dry_run = bool(args.get("dry_run"))
+        if not dry_run:
+            daemon.runtime.post(mev.MemberSwitchedOff(process))
+            audit.record(
+                "protect",
+                "guard",
+                requester(peer),
+                pid=process.pid,
+                start_ticks=process.start_ticks,
+                uid=client.facts.uid,
+                domain=client.id.domain,
+                reason=str(args.get("reason") or ""),
+            )
+            self._require_saved()
+        row = {"pid": process.pid, "start_ticks": process.start_ticks, "level": "guard"}
+        return {**row, "dry_run": dry_run, "steps": steps}
 
     def _planned(self, client: Client, liveness: Liveness) -> list[str]:
         state = self._daemon.runtime.state
@@ -434,11 +463,7 @@ class Operations:
             for event in drain_requests(before, gpus, present, on=on):
                 daemon.runtime.post(event)
             audit.record("setting", "drained" if on else "undrained", requester(peer), gpus=shown)
-            if problem := daemon.saving.pending():
-                raise StoreError(
-                    f"the change is in force, but a restart of mpsd would lose it: {problem}",
-                    remedy="free disk space there, and repeat the command",
-                )
+            self._require_saved()
         staying = [
             c.id.process.pid
             for c in daemon.runtime.state.clients.values()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mpsd.base.conditions import Code, Condition
 from mpsd.clients.pins import NO_DESCRIPTOR
-from mpsd.core.failover.participants import Standing
+from mpsd.core.failover.participants import SWITCHED_OFF, Standing
 from mpsd.core.state import SERVING, Client, ClientState, Domain, DomainState, State
 from mpsd.core.victims import lost_clients, work_is_lost
 
@@ -70,9 +70,10 @@ def _of_clients(state: State, domain: Domain, here: Sequence[Client]) -> Iterato
 
 
 def _of_budgets(state: State, domain: Domain, here: Sequence[Client]) -> Iterator[Condition]:
-    """Yield how many clients have left fail-over, and for which budgets."""
+    """Yield how many clients have left fail-over for which budgets, without those that were switched off."""
     members = {c.id.process: state.members.get(c.id.process) for c in here if c.living and state.at_home(c)}
-    budgets = Counter(m.excess.budget.name.lower() for m in members.values() if m and m.excess)
+    left = (m.excess for m in members.values() if m and m.excess and m.excess != SWITCHED_OFF)
+    budgets = Counter(excess.budget.name.lower() for excess in left)
     if budgets:
         detail = ", ".join(f"{budget}: {count}" for budget, count in sorted(budgets.items()))
         yield Condition(Code.SNAPSHOT_BUDGET, domain.id, detail, budgets.total())

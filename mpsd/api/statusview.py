@@ -128,7 +128,7 @@ def status(state: State, inputs: StatusInputs) -> dict[str, Any]:
         "slots": [_slot(state, row, inputs) for row in failover_view.slot_rows(state, inputs.now)],
         "domains": [_domain(state, d, inputs, memory) for d in state.domains.values()],
         "clients": [_client(state, c, inputs, memory) for c in state.clients.values() if c.living],
-        "dead": [_exited_client(c, inputs, memory) for c in state.clients.values() if not c.living]
+        "dead": [_exited_client(contexts, inputs, memory) for contexts in _exited(state)]
         + [dict(row) for row in inputs.orphans],
         "counters": {**state.counters, **inputs.extra_counters},
     }
@@ -220,7 +220,7 @@ def _role(state: State, domain: Domain) -> str:
 def _domain(
     state: State, domain: Domain, inputs: StatusInputs, memory: Mapping[int, int | None]
 ) -> dict[str, Any]:
-    exited = [c for c in state.clients_of(domain.id) if not c.living]
+    exited = {c.id.process.pid for c in state.clients_of(domain.id) if not c.living and not c.follows}
     return {
         "id": domain.id,
         "slot": domain.slot,
@@ -249,8 +249,8 @@ def _domain(
         "lost": work_is_lost(domain),
         "refused_807": domain.refused,
         "refused_808": domain.refused_full,
-        "held_gpu_bytes": _sum(memory.get(c.id.process.pid) for c in exited),
-        "held_host_bytes": _sum(procs.host_memory(c.id.process.pid) for c in exited),
+        "held_gpu_bytes": _sum(memory.get(pid) for pid in exited),
+        "held_host_bytes": _sum(procs.host_memory(pid) for pid in exited),
         "problem": domain.problem,
         # Whether its log announces every client.
         "log": domain.log.value,
@@ -344,9 +344,23 @@ def _protected(state: State, client: Client, inputs: StatusInputs) -> Mapping[st
     return protectionview.client_view(state, client, known, inputs.now)
 
 
-def _exited_client(client: Client, inputs: StatusInputs, memory: Mapping[int, int | None]) -> dict[str, Any]:
+def _exited(state: State) -> list[list[Client]]:
+    """Return the contexts of each end of a process, those of its home first."""
+    found: dict[tuple[ProcessInstance, float | None], list[Client]] = {}
+    for client in state.clients.values():
+        if not client.living:
+            found.setdefault((client.id.process, client.died), []).append(client)
+    return [sorted(contexts, key=lambda c: c.follows) for contexts in found.values()]
+
+
+def _exited_client(
+    contexts: Sequence[Client], inputs: StatusInputs, memory: Mapping[int, int | None]
+) -> dict[str, Any]:
+    client = contexts[0]
     return {
         **_identity(client),
+        # All domains in which its leases are held; `domain` is its home.
+        "domains": list(dict.fromkeys(c.id.domain for c in contexts)),
         "held_gpu_bytes": memory.get(client.id.process.pid),
         "held_host_bytes": procs.host_memory(client.id.process.pid),
         "since_s": round(inputs.now - (client.died or inputs.now), 3),

@@ -266,10 +266,14 @@ class Reclaimable(IntEnum):
 
 
 class SnapshotBudget(IntEnum):
-    """Budget that a client exceeds in mode exact. TIME: saving slows it. MEMORY: a snapshot does not fit."""
+    """Budget for which a client has left fail-over. TIME: saving slows it. MEMORY: a snapshot does not fit.
+
+    BY_HAND: no budget, its fail-over was switched off (mpsd-ctl protect).
+    """
 
     TIME = 1
     MEMORY = 2
+    BY_HAND = 3
 
 
 class ExceptionOwner(IntEnum):

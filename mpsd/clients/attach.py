@@ -317,6 +317,24 @@ class Attacher:
         """Return the leases of the process as a client of other domains."""
         return [lease for c, lease in self._leases.items() if c.process == process and c.domain != domain]
 
+    def check_use(self, client: ClientId) -> None:
+        """Post NeverLaunched if this living client has launched nothing. It may have no context at all."""
+        pin = self.pins.get(client.process)
+        if pin is not None and not self._work.check_use(client):
+            self._tasks.spawn(self._check_space(client, pin))
+
+    async def _check_space(self, client: ClientId, pin: Pin) -> None:
+        try:
+            reached = await self._probe(client.domain, pin, PROBE_DESCRIPTORS, time.monotonic())
+        except NotReadyError:
+            if not pin.exited.is_set():
+                self._post(ev.NeverLaunched(client))
+        except (MpsdError, OSError) as error:
+            log.info("cannot see whether a client has a context", client=str(client), reason=str(error))
+        else:
+            if reached is not None:
+                await self._discard([], reached)
+
     async def _until_reached(self, domain: str, pin: Pin, exec_count: int, needed: int) -> Reached | None:
         """Probe until there is something to lease; None when the process has ended or replaced its program.
 

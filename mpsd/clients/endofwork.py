@@ -32,6 +32,8 @@ YOUNG_S = 2.0
 YOUNG_STEP_S = 0.02
 # A client without a context may create one and launch at any time. Work unseen by its death is unknown.
 EMPTY_STEP_S = 0.05
+SETTLE_TRIES = 5
+"""The number of further probes, YOUNG_STEP_S apart, of a client whose mappings have changed."""
 CLOSE_S = 5.0
 MAX_SPANS = 64
 """The number of address ranges of one process that are left out."""
@@ -177,8 +179,19 @@ class WorkWatch:
         except GpuError as error:
             log.warning(NOT_RECORDED, reason=str(error))
             return
+        for run in found:
+            if not run.view.settled:
+                self._tasks.spawn(self._settle(run))
         if bugs := [error for error in found.values() if error is not None]:
             raise ExceptionGroup("probes of living clients failed", bugs)
+
+    async def _settle(self, run: _ProgramRun) -> None:
+        """Probe again soon: a client that exits before two probes agree would keep its lease."""
+        for _ in range(SETTLE_TRIES):
+            await asyncio.sleep(YOUNG_STEP_S)
+            if not run.clients or run.watch is not None or run.view.settled:
+                return
+            await self._probe(run)
 
     @staticmethod
     def _may_be_swept(run: _ProgramRun) -> bool:
@@ -224,6 +237,29 @@ class WorkWatch:
             self._tasks.spawn(self._report_unseen({client}))
         else:
             run.report_due = True
+
+    def check_use(self, client: ClientId) -> bool:
+        """Post NeverLaunched if this client has launched nothing. Return False if it is not followed."""
+        run = self._runs.get(client)
+        if run is not None:
+            self._tasks.spawn(self._check_use(client, run))
+        return run is not None
+
+    async def _check_use(self, client: ClientId, run: _ProgramRun) -> None:
+        while run.probe is not None and not run.probe.done():
+            await asyncio.wait({run.probe})
+        if client in run.clients and run.watch is None and not run.replaced:
+            run.probe = self._tasks.spawn(self._report_unused(client, run))
+
+    async def _report_unused(self, client: ClientId, run: _ProgramRun) -> None:
+        """Look whether a client has launched work, in a thread as other probes."""
+        try:
+            launched = await self._probes.run(id(run), run.view.launched)
+        except (OSError, GpuError) as error:
+            log.warning(NOT_RECORDED, client=str(client), reason=str(error))
+            return
+        if launched is False:
+            self._post(ev.NeverLaunched(client))
 
     async def _report_unseen(self, clients: Collection[ClientId]) -> None:
         """Report that there is no sign of the end: the lease stays until the domain has no living client."""

@@ -191,24 +191,29 @@ class Orphans:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the exited clients of these leases, in the format of `status`."""
-        return [
-            {
-                "domain": client.domain,
-                "pid": client.process.pid,
-                "start_ticks": client.process.start_ticks,
-                "space": client.space,
-                "uid": None,
-                "user": "[unknown]",
-                "command": "[unknown: the state file was lost]",
-                "state": "held",
-                "held_gpu_bytes": None,
-                "held_host_bytes": None,
-                "since_s": round(time.monotonic() - orphan.since, 3),
-                "pending": "; ".join(p for p in (WHY, self._work.all_pending().get(client.process, "")) if p),
-            }
-            for client, orphan in self._unknown_sets.items()
-            if orphan.process is None
-        ]
+        found: dict[ProcessInstance, list[ClientId]] = {}
+        for client, orphan in self._unknown_sets.items():
+            if orphan.process is None:
+                found.setdefault(client.process, []).append(client)
+        return [self._row(clients) for clients in found.values()]
+
+    def _row(self, clients: Sequence[ClientId]) -> dict[str, Any]:
+        client, orphan = clients[0], self._unknown_sets[clients[0]]
+        return {
+            "domain": client.domain,
+            "domains": list(dict.fromkeys(c.domain for c in clients)),
+            "pid": client.process.pid,
+            "start_ticks": client.process.start_ticks,
+            "space": client.space,
+            "uid": None,
+            "user": "[unknown]",
+            "command": "[unknown: the state file was lost]",
+            "state": "held",
+            "held_gpu_bytes": None,
+            "held_host_bytes": None,
+            "since_s": round(time.monotonic() - orphan.since, 3),
+            "pending": "; ".join(p for p in (WHY, self._work.all_pending().get(client.process, "")) if p),
+        }
 
     def conditions(self) -> list[Condition]:
         """Return a condition for the sets and the leases that are held without a client."""

@@ -34,7 +34,7 @@ from mpsd.core.killing import (
 )
 from mpsd.core.lifecycle import ClientTrigger, allows, next_client_state
 from mpsd.core.state import POLICY, Client, ClientState, Domain, DomainState, Eviction, State
-from mpsd.core.victims import kill_frozen
+from mpsd.core.victims import USE, USE_S, kill_frozen
 
 # The server of such a domain has no contexts any more, so no work of an exited client can still run.
 _WORK_IS_LOST = (DomainState.FAULTED, DomainState.STOPPING)
@@ -289,6 +289,8 @@ def on_attached(draft: Draft, event: ev.ClientAttached) -> None:
     for client in attached[:1]:
         _ask_for(draft, client)
     _proof_came(draft, attached)
+    if draft.state.domains[event.domain].state is DomainState.FAULTED:
+        draft.emit(ArmTimer(USE, event.domain, USE_S))
     handlers.refresh(draft, event.process)
 
 
@@ -313,6 +315,8 @@ def on_attach_failed(draft: Draft, event: ev.AttachFailed) -> None:
         reason=event.reason,
     )
     _ask_for(draft, client)
+    if draft.state.domains[event.domain].state is DomainState.FAULTED:
+        draft.emit(ArmTimer(USE, event.domain, USE_S))
     handlers.refresh(draft, event.process)
 
 
@@ -359,6 +363,7 @@ def _end(draft: Draft, process: ProcessInstance, how: str, *, execed: bool = Fal
     spaces = [c for c in draft.state.spaces_of(process) if c.living]
     idle = {c.id for c in spaces if not draft.state.at_home(c)}
     participant = draft.state.members.get(process)
+    following = {c.id for c in spaces if leases.follows(draft.state, c, participant)}
     hitrecords.ended(draft, process)
     handlers.ended(draft, process, execed=execed)
     answer_evicted(draft, process, how)
@@ -373,6 +378,7 @@ def _end(draft: Draft, process: ProcessInstance, how: str, *, execed: bool = Fal
             lingering = replace(client, state=ClientState.LINGERING, died=draft.now)
             # Work is observed per process, so a hang is never attributed to an idle standby context.
             lingering = replace(lingering, blind=lingering.blind or client.id in idle)
+            lingering = replace(lingering, follows=client.id in following)
             draft.put_client(replace(lingering, eviction=None, frozen=None))
             linger = draft.state.policy.linger_limit_s
             draft.emit(ProbeWork(client.id), ArmTimer("linger", str(client.id.process), linger))
@@ -381,6 +387,7 @@ def _end(draft: Draft, process: ProcessInstance, how: str, *, execed: bool = Fal
         neighbours = draft.users_of(client.id.domain) - {client.facts.uid}
         if neighbours:
             draft.publish("neighbour-ended", None, neighbours, domain=client.id.domain)
+    leases.release_followers(draft, process, draft.now)
     leases.forget_if_done(draft, process)
     for name in {c.id.domain for c in spaces}:
         slots.touch(draft, name)

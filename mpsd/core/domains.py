@@ -19,7 +19,7 @@ from mpsd.core.failover import outcomes, plan
 from mpsd.core.faults import poisoned as endings
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.lifecycle import DomainTrigger, next_domain_state
-from mpsd.core.state import SERVING, Domain, DomainState, LogState, Slot
+from mpsd.core.state import SERVING, Domain, DomainState, LogState, Slot, State
 from mpsd.core.victims import arm_drain, kill_frozen, work_is_lost
 
 ASK_AGAIN_S = 0.25
@@ -428,10 +428,22 @@ def settle(draft: Draft, name: str) -> None:
         leases.release_idle(draft, name)
     else:
         leases.release_exited(draft, name)
+        leases.release_unused(draft, name)
     move(draft, name, DomainTrigger.EMPTY)
     draft.emit(StopDomain(name, min(ABANDONED_STOP_S, deadline_s) if held or poisoned else deadline_s))
     if slot.active == name:
         ensure(draft, slot.id)
+
+
+def settle_unused(draft: Draft, before: State) -> None:
+    """Stop faulted domains whose last clients have turned out to have no work, or do not move any more."""
+    after = draft.state
+    if after.members is before.members and after.clients is before.clients and after.slots is before.slots:
+        return
+    for name in sorted({c.id.domain for c in after.clients.values() if c.unused}):
+        domain = draft.state.domains[name]
+        if domain.state is DomainState.FAULTED and draft.state.slots[domain.slot].active != name:
+            settle(draft, name)
 
 
 def _replace_quiet(draft: Draft, domain: Domain) -> None:

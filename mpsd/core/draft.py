@@ -78,7 +78,7 @@ class Draft:
 
     def drop_client(self, client: Client) -> None:
         """Remove a client, and remember for a while that its process was a client."""
-        waited = client.waited or self.state.is_standby_context(client)
+        waited = client.waited or client.unused or self.state.is_standby_context(client)
         member = self.state.is_member(client)
         entry = Departed(client.id, client.facts, self.now, client.leased, waited, member, client.absent)
         departed = (*self.state.departed, entry)[-DEPARTED_KEPT:]

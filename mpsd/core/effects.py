@@ -139,6 +139,13 @@ class ConfirmWork:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeUse:
+    """Find out whether a living client has launched work. The answer, if it has not: NeverLaunched."""
+
+    client: ClientId
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseLease:
     """Close the duplicated descriptors, here and in the descriptor store, and the tracker.
 
@@ -261,12 +268,14 @@ class ArmTimer:
 class Welcome:
     """Tell a program its mode of fail-over. After OFF it gets no further commands.
 
-    `time_budget`: thousandths of an epoch that saving may add; None: it has no budgets.
+    `time_budget`: thousandths of an epoch that saving may add; None: it has no budgets. `switches`: it knows
+    the order to leave fail-over, so it hears that mpsd knows its answer.
     """
 
     process: ProcessInstance
     mode: FailoverMode
     time_budget: int | None = None
+    switches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +362,13 @@ class LimitSnapshots:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchOff:
+    """Tell a program to leave fail-over for good. It stays at level guard."""
+
+    process: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
 class ExcludeWork:
     """Ignore bytes [start, end), those of its old context, when looking for the work of a process.
 
@@ -382,6 +398,7 @@ ProgramCommand = (
     | RequestMemory
     | GrantMemory
     | LimitSnapshots
+    | SwitchOff
 )
 """Commands to a program that runs under mpsd's libcuda."""
 
@@ -397,6 +414,7 @@ Effect = (
     | Kill
     | ProbeWork
     | ConfirmWork
+    | ProbeUse
     | ReleaseLease
     | Forget
     | Inspect

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpsd.core import clients, domains, killing, lists, proof, slots, victims
+from mpsd.core import clients, domains, killing, leases, lists, proof, slots, victims
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Effect, Freeze, Kill, ProgramCommand, ReleaseLease, Terminate
@@ -18,6 +18,7 @@ from mpsd.core.failover import budgets, handlers, memory, plan, programcounter, 
 from mpsd.core.failover import reports as mev
 from mpsd.core.faults import absorbed, hitrecords, hits, outside, recording, servers, signs
 from mpsd.core.state import (
+    Client,
     DomainState,
     InvariantViolation,
     State,
@@ -84,6 +85,7 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     servers.SUCCESSOR: _for_domain(servers.on_successor),
     "laggards": _for_domain(victims.on_laggards),
     "kill-victims": _for_domain(victims.on_kill_victims),
+    victims.USE: _for_domain(victims.probe_use),
     "linger": clients.on_linger,
     "kill-wait": killing.on_kill_wait,
     "strays": outside.on_unattributed,
@@ -136,6 +138,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.WorkEnded: clients.on_work_ended,
     ev.WorkRuns: signs.on_work_runs,
     ev.WorkNotVisible: clients.on_work_not_visible,
+    ev.NeverLaunched: victims.on_never_launched,
     ev.UvmFatal: signs.on_uvm_fatal,
     ev.Inspected: signs.on_inspected,
     ev.GuardHit: hits.on_guard_hit,
@@ -166,6 +169,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     mev.MemberCost: handlers.on_cost,
     mev.MemberExposed: handlers.on_exposed,
     mev.MemberExceeds: handlers.on_exceeds,
+    mev.MemberSwitchedOff: handlers.on_switched_off,
     mev.MemberError: handlers.on_error,
     mev.MemberMoved: handlers.on_moved,
     mev.MemberUnsure: handlers.on_unsure,
@@ -188,6 +192,7 @@ def decide(state: State, event: ev.Event, now: float) -> Decision:
     """
     draft = Draft(state, now)
     _HANDLERS[type(event)](draft, event)
+    domains.settle_unused(draft, state)
     plan.offer_free_places(draft, state)
     recording.follow_moves(draft, state)
     _close_old_faults(draft)
@@ -227,6 +232,15 @@ def _check_effects(before: State, event: ev.Event, draft: Draft) -> None:
             _check_release(before, event, draft, effect)
 
 
+def _has_followed(before: State, draft: Draft, client: Client) -> bool:
+    """Return whether this lease follows others of its process (mpsd.core.leases), of which none is left."""
+    process, participant = client.id.process, before.members.get(client.id.process)
+    follows = client.follows or leases.follows(before, client, participant)
+    died = draft.now if client.died is None else client.died
+    left = (c for c in draft.state.spaces_of(process) if c.living or c.died == died)
+    return follows and all(c.follows for c in left)
+
+
 _NEVER_LISTED = ev.ClientsListed | ev.ServerStateSeen | ev.DomainStarted
 """Events that show that a process which only log lines name is no client."""
 
@@ -242,7 +256,7 @@ def _check_release(before: State, event: ev.Event, draft: Draft, effect: Release
         return
     if effect.client in draft.state.clients:
         raise InvariantViolation(f"lease of {effect.client} is released while its client is kept")
-    if isinstance(event, ev.DomainStopped):
+    if isinstance(event, ev.DomainStopped) or _has_followed(before, draft, client):
         return
     if isinstance(event, ev.WorkEnded) and event.client == effect.client:
         return

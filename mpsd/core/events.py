@@ -321,6 +321,13 @@ class WorkNotVisible:
 
 
 @dataclass(frozen=True, slots=True)
+class NeverLaunched:
+    """This living client has launched nothing in any context of its process."""
+
+    client: ClientId
+
+
+@dataclass(frozen=True, slots=True)
 class UvmFatal:
     """A fault that UVM could not service.
 
@@ -563,6 +570,7 @@ Event = (
     | WorkEnded
     | WorkRuns
     | WorkNotVisible
+    | NeverLaunched
     | UvmFatal
     | GuardHit
     | KernelFaultSeen

@@ -23,7 +23,7 @@ from mpsd.base.model import (
     ZonePolicy,
 )
 from mpsd.base.protection import ProtectionLevel
-from mpsd.core.failover.participants import FailoverRecord, Participant
+from mpsd.core.failover.participants import FailoverRecord, Participant, Standing
 from mpsd.core.faults.records import Evidence, FaultRecord, LoggedProcess, UnconfirmedFault
 
 
@@ -263,8 +263,8 @@ class Client:
     `unstored`: only the daemon holds its lease. `blind`: the end of its work is not visible. `zone_policy`:
     set for its process, None for the default. `frozen`: time since which mpsd has it stopped. `apart`: its
     address spaces are known to differ from those that its process has in other domains. `waited`: its process
-    ran no work there when it ended. `absent`: a list that should name it does not. `fault`: see
-    UnconfirmedFault.
+    ran no work there when it ended. `follows`: see mpsd.core.leases. `unused`: it has launched nothing.
+    `absent`: a list that should name it does not. `fault`: see UnconfirmedFault.
     """
 
     id: ClientId
@@ -284,6 +284,8 @@ class Client:
     frozen: float | None = None
     apart: bool = False
     waited: bool = False
+    follows: bool = False
+    unused: bool = False
     absent: bool = False
     fault: UnconfirmedFault | None = None
 
@@ -434,7 +436,21 @@ class State:
 
     def is_idle(self, client: Client) -> bool:
         """Return whether the client may end with its domain although its process lives."""
-        return client.eviction is None and self.is_standby_context(client)
+        return client.eviction is None and (self.is_standby_context(client) or self.is_unused(client))
+
+    def is_unused(self, client: Client) -> bool:
+        """Return whether this living client of a faulted domain has launched nothing, and so loses nothing.
+
+        A participant that may still move is none. Nor is a client of a slot with one server at a time, which
+        waits for the end of each client's process.
+        """
+        domain = self.domains[client.id.domain]
+        if not client.unused or not client.living or self.slots[domain.slot].exclusive:
+            return False
+        participant = self.members.get(client.id.process)
+        may_move = participant is not None and participant.connected and participant.excess is None
+        stays = participant is not None and participant.standing in (Standing.LEFT_BEHIND, Standing.UNREADY)
+        return domain.state is DomainState.FAULTED and (stays or not may_move)
 
     def has_lost(self, participant: Participant) -> bool:
         """Return whether this participant's contexts in its home domain are dead.

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from mpsd.core import events as ev
 from mpsd.core.draft import Draft
-from mpsd.core.effects import ArmTimer, AskServer
+from mpsd.core.effects import ArmTimer, AskServer, ProbeUse
 from mpsd.core.failover import outcomes
 from mpsd.core.failover.participants import OFFERED
 from mpsd.core.killing import kill_by_policy
-from mpsd.core.state import Client, Domain, DomainState, State
+from mpsd.core.state import Client, ClientState, Domain, DomainState, State
 
 PROOF_WAIT_S = 10.0
+USE, USE_S = "use", 3.0
+"""Name and delay [s] of the timer that looks for clients of a faulted domain that have launched nothing. The
+participants have moved by then."""
+
+_RUNS = (ClientState.NOTICED, ClientState.ATTACHED, ClientState.UNPROTECTED)
 
 
 def work_is_lost(domain: Domain) -> bool:
@@ -41,6 +49,7 @@ def arm_drain(draft: Draft, domain: Domain) -> None:
     if domain.state is not DomainState.FAULTED:
         return
     draft.emit(ArmTimer("laggards", domain.id, draft.state.policy.laggard_report_s))
+    draft.emit(ArmTimer(USE, domain.id, USE_S))
     limit = _limit_s(draft.state, domain)
     if limit > 0:
         draft.emit(ArmTimer("kill-victims", domain.id, limit))
@@ -54,6 +63,23 @@ def _limit_s(state: State, domain: Domain) -> float:
     slot, policy = state.slots[domain.slot], state.policy
     in_place = slot.exclusive and slot.active == domain.id
     return policy.exclusive_drain_s if in_place else policy.kill_victims_after_s
+
+
+def probe_use(draft: Draft, domain: str) -> None:
+    """Look for victims that have launched nothing. Nothing can be launched there any more."""
+    if draft.state.domains[domain].state is DomainState.FAULTED:
+        known = (c for c in victims_of(draft.state, domain) if not c.unused)
+        draft.emit(*(ProbeUse(c.id) for c in known if c.state in _RUNS))
+
+
+def on_never_launched(draft: Draft, event: ev.NeverLaunched) -> None:
+    """Note a client without work: it does not keep its faulted domain."""
+    client = draft.state.clients.get(event.client)
+    if client is None or client.state not in _RUNS:
+        return
+    if draft.state.domains[client.id.domain].state is DomainState.FAULTED:
+        draft.put_client(replace(client, unused=True))
+        draft.count("victims_without_work")
 
 
 def on_laggards(draft: Draft, domain: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
 from mpsd import __version__
-from mpsd.base.errors import DeadlineError, NotRunningError
+from mpsd.base.errors import DeadlineError, NotRunningError, ProtocolError, UsageError
 from mpsd.base.text import printable
 from mpsd.core.faults import taxonomy
 from mpsd.ctl import conditiontext, eventtext, failovertext, render, statustext, watch
@@ -136,6 +136,30 @@ def policy(options: Namespace, out: TextIO) -> int:
         _json(out, {"schema": SCHEMA, **result})
     else:
         _print(out, [f"guard hits of process {result['pid']}: {result['policy']}"])
+    return 0
+
+
+def protect(options: Namespace, out: TextIO) -> int:
+    try:
+        with connect(options.socket) as client:
+            result = client.protect(
+                options.pid,
+                options.level,
+                start_ticks=options.start_ticks,
+                dry_run=options.dry_run,
+                reason=options.reason,
+                timeout=options.timeout,
+            )
+    except ProtocolError as error:
+        if "unknown operation" not in error.message:
+            raise
+        remedy = "restart mpsd with the present release: running clients live on"
+        raise UsageError("the daemon is of an earlier release without this command", remedy=remedy) from error
+    if options.json:
+        _json(out, {"schema": SCHEMA, **result})
+        return 0
+    verb = "would switch off" if options.dry_run else "switched off"
+    _print(out, [f"{verb} the fail-over of process {result['pid']}: it stays at guard", *_steps(result)])
     return 0
 
 
@@ -350,6 +374,7 @@ VERBS: Mapping[str, Callable[[Namespace, TextIO], int]] = {
     "status": status,
     "kill": kill,
     "policy": policy,
+    "protect": protect,
     "events": events,
     "faults": faults,
     "conditions": conditions,

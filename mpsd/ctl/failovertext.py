@@ -51,7 +51,8 @@ def _program(program: Mapping[str, Any]) -> str:
     standing = STANDINGS.get(program["standing"], program["standing"])
     # A daemon of an earlier release does not send this key.
     if program.get("left"):
-        standing = f"not protected (left fail-over, {program['left']} budget)"
+        left = "" if program["left"] == "by_hand" else f" (left fail-over, {program['left']} budget)"
+        standing = f"not protected{left}"
     text = f"{name} {standing}, mode {program['mode']}, domain {program['home']}"
     if program["standby_bytes"]:
         text += f", standby context {program['standby_bytes'] / (1 << 20):.0f} MiB"

@@ -110,6 +110,17 @@ The setting holds until the process ends, also over restarts of mpsd. For all ot
 zone_policy holds. Only root and users in the group mpsd may set it.
 """
 
+_PROTECT = """\
+Switch the fail-over of one running program off. Its work goes on without a pause. mpsd prepares no standby
+context for it any more and does not move it: a fault of another client can end its GPU work. Its guard zones
+stay. The program releases its standby context and its snapshot buffers.
+
+This holds until the program ends, also over restarts of mpsd. To switch fail-over on again, restart the
+program. The level of programs that start later is `protect` in mpsd.toml (mpsd help protection).
+
+You may switch off your own programs; root and users in the group mpsd may switch off any.
+"""
+
 _KILL = """\
 Evict one client without harm to the other clients. mpsd asks MPS to terminate the client, waits for a short
 deadline, then sends SIGKILL. It holds the client's GPU memory until the client's kernels have ended.
@@ -246,6 +257,7 @@ def build() -> argparse.ArgumentParser:
     _status(verbs)
     _kill(verbs)
     _policy(verbs)
+    _protect(verbs)
     _events(verbs)
     _faults(verbs)
     _failovers(verbs)
@@ -354,6 +366,14 @@ def _policy(verbs: _Verbs) -> None:
     parser.add_argument("pid", type=_pid, metavar="PID")
     parser.add_argument("policy", choices=("evict", "absorb", "freeze"), metavar="evict|absorb|freeze")
     parser.add_argument("--reason", default="", metavar="TEXT", help="reason for the daemon's log")
+    parser.add_argument("--start-ticks", type=_number, metavar="N", help="as for kill")
+
+
+def _protect(verbs: _Verbs) -> None:
+    parser = _verb(verbs, "protect", "switch the fail-over of one running program off", _PROTECT)
+    parser.add_argument("pid", type=_pid, metavar="PID")
+    parser.add_argument("level", choices=("guard",), metavar="guard")
+    _add_change_options(parser)
     parser.add_argument("--start-ticks", type=_number, metavar="N", help="as for kill")
 
 

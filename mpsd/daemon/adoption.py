@@ -33,7 +33,7 @@ from mpsd.clients.orphans import Orphans, pin_domain
 from mpsd.config.layout import Layout
 from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.participants import Excess, Participant, SnapshotLimit, Standing
+from mpsd.core.failover.participants import SWITCHED_OFF, Excess, Participant, SnapshotLimit, Standing
 from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.daemon import unrecorded
 from mpsd.daemon.slotpaths import slot_name
@@ -127,6 +127,7 @@ def _member_row(participant: Participant) -> dict[str, Any]:
     """Return a participant with its home: it may be a client of two domains."""
     left = participant.reason if participant.standing is Standing.LEFT_BEHIND else ""
     limit, excess = participant.limit, participant.excess
+    switched_off = excess == SWITCHED_OFF
     return {
         "process": _instance_row(participant.process),
         "uid": participant.uid,
@@ -134,7 +135,9 @@ def _member_row(participant: Participant) -> dict[str, Any]:
         "home": participant.home,
         "left_behind": left,
         "limit": None if limit is None else {"bytes": limit.bytes, "gpus": sorted(limit.gpus)},
-        "excess": None if excess is None else asdict(excess),
+        # An mpsd of an earlier release does not read a row with another budget.
+        "excess": None if excess is None or switched_off else asdict(excess),
+        **({"switched_off": True} if switched_off else {}),
     }
 
 
@@ -507,7 +510,8 @@ def _member(row: Mapping[str, Any]) -> mev.MemberRestored | None:
         mode, left = FailoverMode(row["mode"]), str(row["left_behind"])
         uid = int(row["uid"])
         # Files of an earlier version lack these keys.
-        budgets = _limit(row.get("limit")), _excess(row.get("excess"))
+        excess = SWITCHED_OFF if row.get("switched_off") else _excess(row.get("excess"))
+        budgets = _limit(row.get("limit")), excess
     except (KeyError, IndexError, TypeError, ValueError) as error:
         log.warning("cannot restore a fail-over participant", reason=repr(error))
         return None

@@ -21,7 +21,15 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.failover import driverfiles
 from mpsd.failover.driverfiles import DriverFiles, DriverFilesState
-from mpsd.failover.messages import HEARS_BUDGETS, HEARS_EXPOSED, PATH_ROOM, Kind, Message
+from mpsd.failover.messages import (
+    HEARS_BUDGETS,
+    HEARS_EXPOSED,
+    PATH_ROOM,
+    SHORT_KNOWN,
+    SWITCH_KNOWN,
+    Kind,
+    Message,
+)
 from mpsd.gpu.base import Check
 from mpsd.mps.reachability import with_rights
 from mpsd.os.tasks import Tasks
@@ -172,8 +180,9 @@ class FailoverService:
 
     def welcome(self, effect: fx.Welcome) -> None:
         knows = int(effect.mode is not FailoverMode.OFF)
+        known = knows * (SHORT_KNOWN | (SWITCH_KNOWN if effect.switches else 0))
         hears = HEARS_BUDGETS | HEARS_EXPOSED if effect.time_budget is not None else 0
-        values = (int(self._lazy), knows, knows, knows, hears, effect.time_budget or 0)
+        values = (int(self._lazy), known, knows, knows, hears, effect.time_budget or 0)
         self._server.tell(effect.process, Message(Kind.WELCOME, effect.mode, values=values))
 
     def offer(self, effect: fx.OfferStandby) -> None:
@@ -204,6 +213,9 @@ class FailoverService:
 
     def limit_snapshots(self, effect: fx.LimitSnapshots) -> None:
         self._server.tell(effect.process, Message(Kind.LIMIT, values=(effect.bytes, effect.answers)))
+
+    def switch_off(self, effect: fx.SwitchOff) -> None:
+        self._server.tell(effect.process, Message(Kind.GUARD))
 
 
 def offer_of(generation: int, pipe_dir: Path, copies: Path) -> Message:

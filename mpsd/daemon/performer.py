@@ -84,6 +84,7 @@ class Performer:
             fx.Kill: self._kill,
             fx.ProbeWork: lambda e: adapters.work.watch(e.client),
             fx.ConfirmWork: lambda e: adapters.work.confirm(e.client),
+            fx.ProbeUse: lambda e: adapters.attacher.check_use(e.client),
             fx.ReleaseLease: self._release,
             fx.Forget: self._forget,
             fx.Inspect: self._inspect,
@@ -103,6 +104,7 @@ class Performer:
             fx.RequestMemory: adapters.failover.give,
             fx.GrantMemory: adapters.failover.have_memory,
             fx.LimitSnapshots: adapters.failover.limit_snapshots,
+            fx.SwitchOff: adapters.failover.switch_off,
             fx.ExcludeWork: lambda e: adapters.work.leave_out(
                 e.process, anew=e.anew, start=e.start, end=e.end
             ),

@@ -19,9 +19,12 @@ LAYOUT = struct.Struct(f"=IHHIIQ{VALUES * 8}s{PATH_ROOM}s{TEXT_ROOM}s")
 FIELDS = ("magic", "version", "kind", "mode", "reserved", "generation", "values", "path", "text")
 """In the order of the C header. LAYOUT has no padding, and the C structure has none either."""
 _NUMBERS = struct.Struct(f"={VALUES}Q")
-TAKES_FENCED, GIVES, BUDGETS = 1, 2, 4
+TAKES_FENCED, GIVES, BUDGETS, SWITCHES = 1, 2, 4, 8
 """Flags in a HELLO's first value: messages that the program understands. BUDGETS: the values 4 and 5 of
-WELCOME, and LIMIT. A program without that flag ends its connection at a LIMIT."""
+WELCOME, and LIMIT. SWITCHES: GUARD. A program without its flag ends its connection at such a message."""
+SHORT_KNOWN, SWITCH_KNOWN = 1, 2
+"""Flags in a WELCOME's second value: messages that the daemon understands. SWITCH_KNOWN: the LEAVES of a
+program that was told GUARD. An earlier daemon ends the connection at it."""
 MODES = (FailoverMode.OFF, FailoverMode.KEEP, FailoverMode.EXACT)
 """Modes by their number in a message."""
 HEARS_BUDGETS, HEARS_EXPOSED = 1, 2
@@ -55,6 +58,7 @@ class Kind(IntEnum):
     GIVE = 71
     ROOM = 72
     LIMIT = 73
+    GUARD = 74
 
 
 FROM_PROGRAM = frozenset(k for k in Kind if k < Kind.WELCOME)

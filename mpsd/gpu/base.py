@@ -93,6 +93,11 @@ class WorkView(Protocol):
         """Whether the location of the client's work is known; until then its context may be incomplete."""
         ...
 
+    @property
+    def settled(self) -> bool:
+        """Whether two looks agreed on that location. Else it says nothing if the client exits unseen."""
+        ...
+
     def refresh(self) -> None:
         """Locate the client's work. Called periodically while the client lives."""
         ...
@@ -105,6 +110,13 @@ class WorkView(Protocol):
         """Return the work that has not ended; empty if all has ended; None if this machine cannot tell.
 
         Only for an exited client: a living one may launch more at any moment.
+        """
+        ...
+
+    def launched(self) -> bool | None:
+        """Return whether a living client has ever launched work; None if this machine cannot tell.
+
+        Only for a client that can launch no more.
         """
         ...
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from mpsd.base.model import ExceptionOwner, ProcessInstance, Reclaimable, SnapshotBudget
 from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.participants import Excess, SavingCost
+from mpsd.core.failover.participants import SWITCHED_OFF, Excess, SavingCost
 from mpsd.failover import messages
 from mpsd.failover.messages import Kind, Message, WireError
 from mpsd.peers.credentials import Credentials
@@ -178,7 +178,7 @@ def _event(connection: FailoverConnection, message: Message) -> ev.Event:
     process, generation, values = connection.process, message.generation, message.values
     match message.kind:
         case Kind.HELLO:
-            flags = messages.TAKES_FENCED, messages.GIVES, messages.BUDGETS
+            flags = messages.TAKES_FENCED, messages.GIVES, messages.BUDGETS, messages.SWITCHES
             knows = [bool(values[0] & flag) for flag in flags]
             return mev.MemberCame(process, connection.uid, message.mode, generation, *knows)
         case Kind.READY:
@@ -234,4 +234,6 @@ def _excess(message: Message) -> Excess:
             return Excess(SnapshotBudget.TIME, thousandths, third, bool(listable))
         case SnapshotBudget.MEMORY:
             return Excess(SnapshotBudget.MEMORY, first, second, bool(listable))
+        case SnapshotBudget.BY_HAND:
+            return SWITCHED_OFF
     raise Refused("budget")

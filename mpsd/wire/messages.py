@@ -176,6 +176,13 @@ _TABLE = (
         (_PID, _TICKS, Argument("policy", Kind.TEXT, required=True, low=1, high=16), _REASON),
         mutates=True,
     ),
+    Operation(
+        "protect",
+        Right.OWN_CLIENT,
+        "switch a running program's fail-over off: it stays at level guard",
+        (_PID, _TICKS, Argument("level", Kind.TEXT, required=True, low=1, high=16), _DRY_RUN, _REASON),
+        mutates=True,
+    ),
     Operation("vault_list", Right.ANY, "segments in the vault; a user sees its own"),
     Operation(
         "vault_keep",

@@ -68,3 +68,9 @@ def test_a_view_is_closed_twice_without_harm(node: Node) -> None:
     view = node.inspect(node.offender("clean_exit").ready())
     view.close()
     view.close()
+
+
+def test_a_client_that_has_launched_work_is_not_taken_for_unused(node: Node) -> None:
+    view = node.inspect(node.offender("clean_exit").ready())
+    assert view.launched() is not False
+    view.close()

@@ -30,6 +30,8 @@ COMMAND = [sys.executable, "-m", "mpsd.ctl"]
 VERBS = (
     "status",
     "kill",
+    "policy",
+    "protect",
     "events",
     "faults",
     "conditions",

@@ -113,6 +113,7 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
     speaker.say(Kind.LEAVES, values=(1, 58, 100, 30, 1), text="too slow")
     speaker.say(Kind.LEAVES, values=(1, 58, 0, 30))
     speaker.say(Kind.LEAVES, values=(2, 14, 8), text="too large")
+    speaker.say(Kind.LEAVES, values=(3,), text="switched off by hand")
     speaker.say(Kind.STAYED, generation=2, text="why")
     wanted = [
         mev.MemberCame(ME, os.getuid(), FailoverMode.EXACT),
@@ -131,6 +132,7 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
         mev.MemberExceeds(ME, Excess(SnapshotBudget.TIME, 580, 30, True)),
         mev.MemberExceeds(ME, Excess(SnapshotBudget.TIME, 58_000, 30)),
         mev.MemberExceeds(ME, Excess(SnapshotBudget.MEMORY, 14, 8)),
+        mev.MemberExceeds(ME, Excess(SnapshotBudget.BY_HAND, 0, 0)),
         mev.MemberStayed(ME, 2, "why"),
     ]
     until(lambda: door.look(lambda: list(door.events)) == wanted, "all was heard")
@@ -150,7 +152,7 @@ def test_what_is_said_becomes_events_of_the_very_process(door: RunningDoor) -> N
         (pack(Message(Kind.WELCOME)), "order"),
         (pack(Message(Kind.HELLO)), "order"),
         (pack(Message(Kind.LIMIT)), "order"),
-        (pack(Message(Kind.LEAVES, values=(3, 1, 1))), "budget"),
+        (pack(Message(Kind.LEAVES, values=(4, 1, 1))), "budget"),
         (pack(Message(Kind.READY))[:-1] + b"x", "text"),
     ],
 )

@@ -198,11 +198,12 @@ class Moved:
         return f"{self.process.returncode} {said}{wrong[-6000:]}"
 
 
-def leave_with_threads(libraries: Libraries, folder: Path, relay: str) -> None:
+def leave_with_threads(libraries: Libraries, folder: Path, relay: str, *, by_hand: bool = False) -> None:
     """Run a program with several threads until saving exceeds its time budget, and then on.
 
-    The stand-in's memory is so slow that each wait counts.
+    The stand-in's memory is so slow that each wait counts. `by_hand`: until it is told to leave.
     """
+    slow = {} if by_hand else {"MPSD_STANDIN_MEMORY_CLOCK": "100", "MPSD_STANDIN_BUS_WIDTH": "100"}
     for number in range(2):
         shutil.copyfile(libraries.real, folder / f"libcuda-{number}.so.1")
     with tempfile.TemporaryDirectory(prefix="mpt-", dir="/tmp") as where, open_post(Path(where)) as post:
@@ -211,16 +212,18 @@ def leave_with_threads(libraries: Libraries, folder: Path, relay: str) -> None:
             folder,
             MPSD_FAILOVER_SOCKET=str(post.path),
             MPSD_FAILOVER="exact",
-            MPSD_STANDIN_MEMORY_CLOCK="100",
-            MPSD_STANDIN_BUS_WIDTH="100",
             settle_ms="0",
             relay=relay,
+            **slow,
         )
         try:
-            line = post.greet(moving.EXACT, budget=1)
+            line = post.greet(moving.EXACT, switch=True, budget=0 if by_hand else 1)
             program.stand_by(line)
+            if by_hand:
+                assert program.rounds() == (0, 0) and not program.has_left()
+                line.say(moving.GUARD)
             until(lambda: program.rounds() == (0, 0) and program.has_left(), "it has left")
-            assert line.hear(moving.LEAVES).values[0] == 1
+            assert line.hear(moving.LEAVES).values[0] == (3 if by_hand else 1)
             # The release of the buffers may have been told before LEAVES.
             held = line.held[-1][0] if line.held else 1
             while held:
@@ -300,6 +303,9 @@ def test_no_report_of_a_program_that_loses_nothing(sanitized: Libraries, tmp_pat
             program.process.communicate()
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("relay", ["off", "always"])
-def test_no_report_of_a_program_that_leaves(sanitized: Libraries, tmp_path: Path, relay: str) -> None:
-    leave_with_threads(sanitized, tmp_path, relay)
+def test_no_report_of_a_program_that_leaves(
+    sanitized: Libraries, tmp_path: Path, relay: str, by_hand: bool
+) -> None:
+    leave_with_threads(sanitized, tmp_path, relay, by_hand=by_hand)

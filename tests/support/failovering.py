@@ -10,7 +10,18 @@ import os
 import socket
 
 from mpsd.base.model import ExceptionOwner
-from mpsd.failover.messages import BUDGETS, GIVES, LAYOUT, MODES, TAKES_FENCED, Kind, Message, pack, unpack
+from mpsd.failover.messages import (
+    BUDGETS,
+    GIVES,
+    LAYOUT,
+    MODES,
+    SWITCHES,
+    TAKES_FENCED,
+    Kind,
+    Message,
+    pack,
+    unpack,
+)
 from mpsd.gpu.simulated.client import SimulatedDevice
 
 TYPE_CHECKING = False
@@ -54,6 +65,7 @@ class FailoverProgram:
         self.standby: SimulatedDevice | None = None
         self.generation = 0
         self.budgets = False
+        self.switches = True
 
     @property
     def speaker(self) -> Speaker:
@@ -69,7 +81,8 @@ class FailoverProgram:
             self._speaker.close()
         self._speaker = Speaker(self._path)
         wanted = next(m for m in MODES if m.value == mode)
-        knows = (TAKES_FENCED | GIVES | (BUDGETS if self.budgets else 0),)
+        more = BUDGETS * self.budgets | SWITCHES * self.switches
+        knows = (TAKES_FENCED | GIVES | more,)
         self.speaker.say(Kind.HELLO, mode=wanted, generation=generation, values=knows)
         return self.hear()
 

@@ -17,7 +17,8 @@ from tests.support.simnode import until
 MAGIC, VERSION = 0x726F6C66, 1
 HELLO, READY, UNREADY, OPAQUE, OWN_ERROR, MOVED, STAYED, DONE, UNSURE = range(1, 10)
 SHORT, GAVE, LOOKED, LEFT, HOLDS, COST, LEAVES, EXPOSED = range(10, 18)
-WELCOME, STANDBY, STAND_DOWN, MOVE, TURN, FENCED, GIVE, ROOM, LIMIT = range(65, 74)
+WELCOME, STANDBY, STAND_DOWN, MOVE, TURN, FENCED, GIVE, ROOM, LIMIT, GUARD = range(65, 75)
+SWITCH_KNOWN = 2
 _LAYOUT = struct.Struct("=IHHIIQ6Q112s128s")
 KEEP, EXACT = 1, 2
 DEADLINE_S = 60.0
@@ -53,6 +54,7 @@ class Line:
         again: int = 0,
         lazy: bool = False,
         short: bool = False,
+        switch: bool = False,
         look: bool = False,
         left: bool = False,
         budget: int | None = None,
@@ -62,10 +64,11 @@ class Line:
     ) -> None:
         """Send a message.
 
-        `planned` and `again` belong to MOVE; `lazy`, `short`, `look`, `left`, `budget`, `exposed` to WELCOME;
-        `value` to GIVE, ROOM or LIMIT; `number` to ROOM or LIMIT.
+        `planned`, `again`: MOVE; `lazy`, `short`, `switch`, `look`, `left`, `budget`, `exposed`: WELCOME;
+        `value`: GIVE, ROOM or LIMIT; `number`: ROOM or LIMIT.
         """
-        values = (int(planned or lazy or value), int(again or short or number), int(look), int(left))
+        second = (again or number) + int(short) + SWITCH_KNOWN * int(switch)
+        values = (int(planned or lazy or value), second, int(look), int(left))
         values += (int(budget is not None) + 2 * exposed, budget or 0)
         words = (path.encode(), text.encode())
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))
@@ -136,6 +139,7 @@ class Post:
         *,
         lazy: bool = False,
         short: bool = False,
+        switch: bool = False,
         look: bool = False,
         left: bool = False,
         budget: int | None = None,
@@ -143,13 +147,23 @@ class Post:
     ) -> Line:
         """Accept the next program, which has said HELLO, and grant it that mode.
 
-        `short`, `look`, `left`: the program may send SHORT, LOOKED, and LEFT. `budget`: it hears of budgets,
-        with so many thousandths of time; 0 for no time budget. `exposed`: it may send EXPOSED.
+        `short`, `look`, `left`: the program may send SHORT, LOOKED, and LEFT. `switch`: LEAVES after GUARD.
+        `budget`: it hears of budgets, with so many thousandths of time; 0 for no time budget. `exposed`: it may
+        send EXPOSED.
         """
         line = self.accept()
         line.mode = mode
         line.hear(HELLO)
-        line.say(WELCOME, lazy=lazy, short=short, look=look, left=left, budget=budget, exposed=exposed)
+        line.say(
+            WELCOME,
+            lazy=lazy,
+            short=short,
+            switch=switch,
+            look=look,
+            left=left,
+            budget=budget,
+            exposed=exposed,
+        )
         # Until it has read the answer, the program is in the mode that it requested.
         until(line.is_read)
         return line

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mpsd.base.model import (
+    ClientId,
     ExceptionOwner,
     FailoverMode,
     Liveness,
@@ -44,7 +45,8 @@ class Program:
     """A simulated program. `lives`: the domain of its work.
 
     `offered`: the generation last offered. `makes`: so many of its replays fault again. `waits`: for its
-    turn.
+    turn. `idles`: it launches nothing and takes no part in fail-over.
+    `last`: the generation to which it was last told to move.
     """
 
     process: ProcessInstance
@@ -58,6 +60,8 @@ class Program:
     waits: bool = False
     works: bool = False
     makes: int = 0
+    idles: bool = False
+    last: int = 0
 
     @property
     def generation(self) -> int:
@@ -75,13 +79,20 @@ class Play:
     `restarts`: the daemon restarts, too, and knows then what was written down up to 0.3 s before. `apart`: no
     fault comes during the replay after another, so that only its offender may be named. `on_demand`: servers
     come with clients; all programs end at times, and a program takes a while from the path to its domain.
+    `ends`: the end of an exited program's work shows only where it ran; some programs launch nothing.
     """
 
     def __init__(
-        self, seed: int, *, restarts: bool = False, apart: bool = False, on_demand: bool = False
+        self,
+        seed: int,
+        *,
+        restarts: bool = False,
+        apart: bool = False,
+        on_demand: bool = False,
+        ends: bool = False,
     ) -> None:
         self.random = chance = random.Random(seed)
-        self.restarts, self.apart, self.on_demand = restarts, apart, on_demand
+        self.restarts, self.apart, self.on_demand, self.ends = restarts, apart, on_demand, ends
         self.makers: dict[ProcessInstance, float] = {}
         self.faulted_by: dict[str, ProcessInstance] = {}
         policy = Policy(
@@ -154,6 +165,10 @@ class Play:
                 self.after(0.01, lambda: self.do(ev.TerminateFinished(effect.process, True, "done")))
             case fx.AskServer(domain):
                 self.after(0.05, lambda: self._answer(domain))
+            case fx.ProbeUse(client) if self.ends:
+                self.after(0.05, lambda: self._look_for_launches(client))
+            case fx.ProbeWork(client) if self.ends and not self._shows_end(client):
+                self.after(0.05, lambda: self.do(ev.WorkNotVisible(client)))
             case fx.ConfirmWork(client) | fx.ProbeWork(client):
                 self.after(0.05, lambda: self.do(ev.WorkEnded(client, "gone")))
             case fx.Record(record) if self.apart and record.offender is not None:
@@ -164,6 +179,16 @@ class Play:
                     self._is_named(who, record.domain)
             case _ if isinstance(effect, WORDS):
                 self.after(0.001, lambda: self._hear(effect))
+
+    def _look_for_launches(self, client: ClientId) -> None:
+        program = self.programs[client.process]
+        if program.alive and program.idles:
+            self.do(ev.NeverLaunched(client))
+
+    def _shows_end(self, client: ClientId) -> bool:
+        """Return whether the end of this process's work shows here: where it ran, or was to go on."""
+        program = self.programs[client.process]
+        return client.domain in (program.lives, f"d{program.last}")
 
     def _start(self, domain: str, server: bool) -> None:
         if domain not in self.world.state.domains:
@@ -222,6 +247,7 @@ class Play:
             case fx.StandDown(_, generation) if generation == program.offered:
                 program.offered, program.ready = 0, False
             case fx.Move(_, generation) if generation == program.offered and program.ready:
+                program.last = generation
                 program.ready = False
                 self.after(self.random.choice([0.005, 0.1]), lambda: self._move(program, word))
             case fx.Move(_, generation):
@@ -345,7 +371,9 @@ class Play:
             self.after(self.random.choice([0.001, 0.1, 1.2]), lambda: self._arrive(program))
             return
         self._notice(slot.active, program)
-        self.after(self.random.choice([0.001, 0.5]), lambda: self._connect(program))
+        program.idles = self.ends and self.random.random() < 0.3
+        if not program.idles:
+            self.after(self.random.choice([0.001, 0.5]), lambda: self._connect(program))
 
     def _arrive(self, program: Program) -> None:
         if program in self._coming:
@@ -430,7 +458,7 @@ class Play:
         return ending
 
     def _chance(self, until: float) -> None:
-        living = [p for p in self.programs.values() if p.alive]
+        living = [p for p in self.programs.values() if p.alive and not p.idles]
         if self.restarts and self.random.random() < 0.12:
             self._restart()
         if self.on_demand and self.random.random() < 0.1:
@@ -510,7 +538,11 @@ class Play:
             found.append("no domain is in use")
         elif self.on_demand:
             found += self._is_wrong_on_demand(active)
-        homes = {p.lives for p in self.programs.values() if p.alive}
+        faulted = {d.id for d in state.domains.values() if d.state is DomainState.FAULTED}
+        living = (p for p in self.programs.values() if p.alive)
+        homes = {p.lives for p in living if not (p.idles and p.lives in faulted)}
+        if self.ends:
+            found += [f"the lease of {c.id} is left over" for c in state.clients.values() if not c.living]
         for domain in state.domains.values():
             if domain.state not in IN_USE and domain.id not in homes and not self._waits_there(domain.id):
                 found.append(f"{domain.id} is left over, {domain.state}")

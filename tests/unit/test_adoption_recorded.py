@@ -18,7 +18,7 @@ import pytest
 from mpsd.base.model import ClientId, FailoverMode, ProcessFacts, ProcessInstance, SnapshotBudget, ZonePolicy
 from mpsd.config.layout import Layout
 from mpsd.core import events as ev
-from mpsd.core.failover.participants import Excess, SnapshotLimit, Standing
+from mpsd.core.failover.participants import SWITCHED_OFF, Excess, SnapshotLimit, Standing
 from mpsd.core.state import Policy, State
 from mpsd.daemon import adoption
 from mpsd.daemon.adoption import Adoption
@@ -144,6 +144,18 @@ def test_budgets_of_a_participant_are_read_and_written(tmp_path: Path) -> None:
     assert the_member(state).limit == SnapshotLimit(4096, gpus)
     assert the_member(state).excess == Excess(SnapshotBudget.TIME, 580, 30, True)
     assert written(state, saved)["members"] == saved["members"][:1]
+
+
+def test_that_a_participant_was_switched_off_is_written_so_that_an_earlier_mpsd_reads_the_row(
+    tmp_path: Path,
+) -> None:
+    saved = recorded()
+    more = {"limit": None, "excess": None, "switched_off": True}
+    saved["members"][0] |= more
+    state = restored(tmp_path, saved)
+    assert the_member(state).excess == SWITCHED_OFF
+    (row,) = written(state, saved)["members"]
+    assert {key: row[key] for key in more} == more
 
 
 def test_budgets_that_make_no_sense_leave_the_participant_out(tmp_path: Path) -> None:

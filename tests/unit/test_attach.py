@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mpsd.base.errors import GpuError, NotFoundError, StoreError
+from mpsd.base.errors import GpuError, NotFoundError, NotReadyError, StoreError
 from mpsd.base.model import (
     Access,
     ClientId,
@@ -144,12 +144,15 @@ class NoWork:
 class NoView:
     fds: Mapping[str, int] = {}
 
-    located = True
+    located = settled = True
 
     def refresh(self) -> None: ...
 
     def pending(self) -> str:
         return ""
+
+    def launched(self) -> bool | None:
+        return None
 
     def close(self) -> None: ...
 
@@ -486,3 +489,31 @@ def test_a_client_that_dies_while_it_is_leased_is_attached_first_and_dead_then(
         assert said == [ev.ClientAttached, ev.ClientDied]
 
     with_setup(play)
+
+
+@pytest.mark.parametrize("has_space", [False, True])
+def test_a_client_without_an_address_space_has_launched_nothing(has_space: bool) -> None:
+    async def play(setup: Setup) -> None:
+        setup.attacher.notice("d1", setup.process.pid)
+        await setup.told(ev.ClientNoticed)
+        if not has_space:
+            setup.uvm.open = lambda process, pidfd: _raise(NotReadyError("no context"))  # type: ignore[method-assign]
+        setup.attacher.check_use(setup.client)
+        if has_space:
+            await asyncio.to_thread(setup.uvm.opened.wait, 10)
+            while not setup.uvm.spaces:
+                await asyncio.sleep(0.001)
+            setup.uvm.spaces[0].closing.set()
+            while not setup.uvm.spaces[0].closed:
+                await asyncio.sleep(0.001)
+        else:
+            await setup.told(ev.NeverLaunched)
+        assert [e for e in setup.said if isinstance(e, ev.NeverLaunched)] == (
+            [] if has_space else [ev.NeverLaunched(setup.client)]
+        )
+
+    with_setup(play)
+
+
+def _raise(error: Exception) -> Sequence[AddressSpace]:
+    raise error

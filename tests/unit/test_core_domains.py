@@ -8,6 +8,7 @@ from mpsd.base.model import ServerState
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.state import ClientState, DomainState, Policy
+from mpsd.core.victims import USE, USE_S
 from tests.support.core import GPU, SLOT, UID, World, control_of, facts, process, server_of
 
 ACTIVE, SPARE, OLD = ev.DomainRole.ACTIVE, ev.DomainRole.SPARE, ev.DomainRole.OLD
@@ -506,7 +507,10 @@ def test_adoption_of_a_whole_node() -> None:
     world.adopt("d9", SPARE, DomainState.WARM)
     world.join(10, domain="d7")
     world.do(ev.AdoptionDone())
-    assert world.last == (fx.ArmTimer("laggards", "d7", world.state.policy.laggard_report_s),)
+    assert world.last == (
+        fx.ArmTimer("laggards", "d7", world.state.policy.laggard_report_s),
+        fx.ArmTimer(USE, "d7", USE_S),
+    )
     assert world.path() == "d8"
     assert (world.state.slots[SLOT].active, world.state.slots[SLOT].spare) == ("d8", "d9")
     assert world.state.next_domain == 10

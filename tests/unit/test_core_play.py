@@ -35,3 +35,9 @@ def test_on_demand_no_client_is_without_a_domain_and_no_idle_slot_keeps_a_server
 ) -> None:
     for seed in seeds(piece):
         assert Play(seed, restarts=restarts, on_demand=True).run() == [], f"seed {seed}"
+
+
+@pytest.mark.parametrize("piece", of(range(40), range(3)))
+def test_ended_programs_leave_no_lease_and_idle_ones_no_faulted_domain(piece: int) -> None:
+    for seed in seeds(piece):
+        assert Play(seed, ends=True).run() == [], f"seed {seed}"

@@ -32,8 +32,9 @@ class View:
         self.closed_inside = self.twice_at_a_time = False
         self.left: str | None = ""
         self.left_out: list[tuple[int, int]] | None = None
-        self.located = True
+        self.located = self.settled = True
         self.looks = 0
+        self.used: bool | None = False
         self.error: Exception | None = None
         self.threads: set[str] = set()
         self.go_on = threading.Event()
@@ -62,6 +63,10 @@ class View:
             self.pausing.set()
             assert self.pause.wait(10)
         return left
+
+    def launched(self) -> bool | None:
+        self.refresh()
+        return self.used
 
     def close(self) -> None:
         self.closed_inside |= bool(self.inside)
@@ -495,3 +500,51 @@ def test_one_without_a_context_is_looked_at_until_it_has_one(monkeypatch: pytest
         await setup.watch.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.usefixtures("grown")
+@pytest.mark.parametrize(("used", "told"), [(False, [FIRST]), (True, []), (None, [])])
+def test_a_client_that_has_launched_nothing_is_reported(used: bool | None, told: list[ClientId]) -> None:
+    async def play(setup: Setup) -> None:
+        view = setup.follow(FIRST)
+        view.used = used
+        assert setup.watch.check_use(FIRST) and not setup.watch.check_use(THIRD)
+        await until(lambda: view.refreshed == 1)
+        await setup.watch.close()
+        assert setup.told == [ev.NeverLaunched(client) for client in told]
+
+    with_setup(play)
+
+
+@pytest.mark.usefixtures("grown")
+def test_looks_for_launches_come_one_after_the_other_and_end_before_the_view() -> None:
+    async def play(setup: Setup) -> None:
+        view = setup.follow(FIRST)
+        view.go_on.clear()
+        setup.watch.check_use(FIRST)
+        await until(lambda: view.inside)
+        setup.watch.check_use(FIRST)
+        setup.watch.forget(FIRST)
+        assert not view.closed
+        view.go_on.set()
+        await until(lambda: view.closed)
+        assert view.refreshed == 1
+
+    with_setup(play)
+
+
+@pytest.mark.usefixtures("grown")
+def test_a_client_with_changed_mappings_is_probed_again_until_two_probes_agree() -> None:
+    """It may exit before the next sweep, and be reaped before it is looked at."""
+
+    async def play(setup: Setup) -> None:
+        view = setup.follow(FIRST)
+        view.settled = False
+        setup.watch.refresh([FIRST])
+        # One look is that of the sweep.
+        await until(lambda: view.refreshed == 1 + endofwork.SETTLE_TRIES)
+        view.settled = True
+        setup.watch.forget(FIRST)
+        await until(lambda: view.closed)
+
+    with_setup(play)

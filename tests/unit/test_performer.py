@@ -49,7 +49,7 @@ def performer(
     others["attacher"] = attacher
     others["post"] = posted.append if posted is not None else None
     words = ("welcome", "offer", "stand_down", "fenced", "have_turn", "give", "have_memory")
-    service = SimpleNamespace(**dict.fromkeys(words, None), limit_snapshots=None)
+    service = SimpleNamespace(**dict.fromkeys(words, None), limit_snapshots=None, switch_off=None)
     service.move = told.append if told is not None else None
     domains = SimpleNamespace(quiet_period=quiet_period or QuietPeriod())
     adapters: Any = SimpleNamespace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -328,3 +329,60 @@ def test_what_is_kept_of_a_program_before_an_exec_is_not_present(child: subproce
 def test_nothing_kept_tells_nothing(child: subprocess.Popen[str]) -> None:
     assert NvidiaWork().is_present(instance(child), {})
     assert NvidiaWork().is_present(ProcessInstance(child.pid, 1), {"mem": 0})
+
+
+MARKED = struct.pack("<I", 0x200426C0) + struct.pack("<III", 0, FEW[0].start, 1)
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"), [(b"", False), (MARKED, True), (b"commands of a form that is not known", None)]
+)
+def test_whether_a_living_client_has_launched_work_is_read_from_its_commands(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, memory: bytes, expected: bool | None
+) -> None:
+    monkeypatch.setattr(
+        work,
+        "_memory",
+        lambda mem, at, size: memory.ljust(size, b"\0") if at == FEW[0].start else bytes(size),
+    )
+    monkeypatch.setattr(work, "areas", lambda rows: FEW)
+    view = NvidiaWork().open(instance(child), -1)
+    assert view.launched() is expected
+    # What is read of a living client says nothing about it when it has exited.
+    assert not view._wrote_commands and view._signs is None
+    view.close()
+
+
+@pytest.mark.usefixtures("readable")
+def test_a_view_is_settled_once_two_looks_agree(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = [*FEW]
+    monkeypatch.setattr(work, "areas", lambda rows: [*seen])
+    view = NvidiaWork().open(instance(child), -1)
+    settled = [view.settled]
+    for change in (False, True, False):
+        if change:
+            seen.append(Area(9 << 21, 10 << 21))
+        changed(view)
+        view.refresh()
+        settled.append(view.settled)
+    assert settled == [False, True, False, True]
+    view.close()
+
+
+def test_a_living_client_without_a_context_has_launched_nothing(child: subprocess.Popen[str]) -> None:
+    view = NvidiaWork().open(instance(child), -1)
+    assert view.launched() is False
+    view.close()
+
+
+@pytest.mark.usefixtures("readable")
+def test_a_client_that_has_left_a_context_may_have_launched_work(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "areas", lambda rows: FEW)
+    view = NvidiaWork().open(instance(child), -1)
+    view.leave_out([(FEW[0].start, FEW[0].end)])
+    assert view.launched() is None
+    view.close()

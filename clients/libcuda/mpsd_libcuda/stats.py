@@ -60,7 +60,7 @@ class Snapshots:
 
     `periods`: periods of work that were measured; `saved`: bytes copied to snapshot buffers in them;
     `added_ns`, `rest_ns`: the time that copying added, and the rest of the periods. `left`: 1 if the program
-    left fail-over for the time budget, 2 for the memory budget, else 0.
+    left fail-over for the time budget, 2 for the memory budget, 3 if mpsd told it to, else 0.
     """
 
     periods: int

@@ -9,7 +9,7 @@
  *
  * The program says
  *	HELLO		mode; generation: where it lives now, 0: in its first context; values: the sum of 1: it may be
- *			told FENCED, 2: and GIVE, 4: and LIMIT; once, first
+ *			told FENCED, 2: and GIVE, 4: and LIMIT, 8: and GUARD; once, first
  *	READY		generation; values: ns since STANDBY came, bytes of GPU memory that it takes (0: unknown)
  *	UNREADY		generation; values: 1: for lack of memory, so maybe later; text: why there will be none
  *	SHORT		values: bytes that it could not allocate, bytes that are free, the number of that allocation
@@ -35,9 +35,10 @@
  *	COST		values: bytes saved per epoch; ns that saving added to the last period's epochs; ns of those epochs without that.
  *			Once a second at most, and only while there is work
  *	LEAVES		the program has left fail-over for good and needs no standby; after each WELCOME again. values: 1: time,
- *			2: memory. Of time: ns added; ns of the epochs that added them; the budget in thousandths. Of memory: bytes
- *			that one operation needs; bytes of the limit. The fifth value: 1 if a list of read-only parameters may bring
- *			it under the budget. text: one sentence. HOLDS, COST, LEAVES: only where WELCOME says so
+ *			2: memory, 3: the daemon said GUARD (where WELCOME knows that). Of time: ns added; ns of the epochs that added
+ *			them; the budget in thousandths. Of memory: bytes that one operation needs; bytes of the limit. The fifth value: 1
+ *			if a list of read-only parameters may bring it under the budget. text: one sentence. HOLDS, COST, LEAVES: only
+ *			where WELCOME says so
  *	EXPOSED		values: 1: work is in flight that cannot be rolled back, so a fault now would lose it, or was a moment ago; text:
  *			why. 0: no more. After each WELCOME again. Only where WELCOME says so
  *	DONE		generation; values: bytes restored, launches done again; 1: what was done again has not ended
@@ -45,7 +46,8 @@
  *	STAYED		generation; text: why it did not move. It has the old context, and the old error
  * and the daemon
  *	WELCOME		mode: the one granted; MPSD_FAILOVER_OFF: it is told no more; values: 1: standbys are to be
- *			lazy, made when a move comes, where the program's environment says nothing; 1: it may say SHORT; 1: and LOOKED; 1: and LEFT;
+ *			lazy, made when a move comes, where the program's environment says nothing; 1: it may say SHORT, with 2: and
+ *			LEAVES after GUARD; 1: and LOOKED; 1: and LEFT;
  *			the sum of 1: and HOLDS, COST, LEAVES, and LIMIT comes, 2: and EXPOSED; the time budget in thousandths of an epoch, 0: none
  *	STANDBY		generation; path: CUDA_MPS_PIPE_DIRECTORY of the second domain; text: the folder with
  *			copies of the driver (libcuda-0.so.1 and so on)
@@ -60,6 +62,7 @@
  *	LIMIT		values: bytes that its snapshot buffers may take from now on; the wish of HOLDS that this answers, 0: none, the
  *			limit has changed or the connection is new. Each wish has one answer. If the program holds more than its
  *			limit, it releases that when an epoch ends
+ *	GUARD		the program leaves fail-over for good, because a user said so. Its guard zones stay
  *	MOVE		generation: go on there now; values: 0: its domain is lost, 1: it is to be left, and the
  *			program ends its work there first; what was in flight is 0: lost, 1: done again, 2: done
  *			again when it has its turn, 3: the same, but no TURN comes: it has that as soon as it has
@@ -102,11 +105,15 @@ enum mpsd_failover_kind {
 	MPSD_FAILOVER_GIVE = 71,
 	MPSD_FAILOVER_ROOM = 72,
 	MPSD_FAILOVER_LIMIT = 73,
+	MPSD_FAILOVER_GUARD = 74,
 };
 
 #define MPSD_FAILOVER_TAKES_FENCED 1	/* in HELLO */
 #define MPSD_FAILOVER_GIVES 2
 #define MPSD_FAILOVER_BUDGETS 4
+#define MPSD_FAILOVER_SWITCHES 8
+
+#define MPSD_FAILOVER_SWITCH_KNOWN 2	/* in WELCOME */
 
 #define MPSD_FAILOVER_HEARS_BUDGETS 1	/* in WELCOME */
 #define MPSD_FAILOVER_HEARS_EXPOSED 2
@@ -119,6 +126,7 @@ enum mpsd_failover_spared {
 enum mpsd_failover_budget {
 	MPSD_FAILOVER_BUDGET_TIME = 1,
 	MPSD_FAILOVER_BUDGET_MEMORY = 2,
+	MPSD_FAILOVER_BUDGET_BY_HAND = 3,	/* no budget: the daemon said GUARD */
 };
 
 enum mpsd_failover_again {

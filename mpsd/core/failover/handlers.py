@@ -9,10 +9,19 @@ from mpsd.base.model import FailoverMode, ProcessInstance, ReplayMode
 from mpsd.core import domains, leases
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
-from mpsd.core.effects import AskServer, ExcludeWork, GrantTurn, StandDown, Welcome
+from mpsd.core.effects import AskServer, ExcludeWork, GrantTurn, StandDown, SwitchOff, Welcome
 from mpsd.core.failover import budgets, memory, outcomes, plan, programcounter, serialreplay
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.participants import OFFERED, OPAQUE_KEPT, Outcome, Participant, Standing, Turn
+from mpsd.core.failover.participants import (
+    OFFERED,
+    OPAQUE_KEPT,
+    SWITCHED_OFF,
+    Excess,
+    Outcome,
+    Participant,
+    Standing,
+    Turn,
+)
 from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.state import HOSTING, SERVING, Client, ClientState, DomainState
 
@@ -25,7 +34,7 @@ def on_came(draft: Draft, event: mev.MemberCame) -> None:
     most = _most(draft, event.process, event.uid)
     mode = min(event.mode, most, key=_ORDER.index)
     keeps = event.budgets and mode is FailoverMode.EXACT
-    draft.emit(Welcome(event.process, mode, budgets.TIME_BUDGET if keeps else None))
+    draft.emit(Welcome(event.process, mode, budgets.TIME_BUDGET if keeps else None, event.switches))
     if mode is FailoverMode.OFF:
         # Mode off: the program is no participant, whatever it said before.
         on_left(draft, mev.MemberLeft(event.process))
@@ -38,7 +47,7 @@ def on_came(draft: Draft, event: mev.MemberCame) -> None:
     serialreplay.end_turn_of_disconnected(draft, event.process)
     # Repeat earlier offers: the program may have connected to a new daemon.
     fresh = Participant(event.process, event.uid, mode, home=home, fences=event.fences, gives=event.gives)
-    fresh = replace(fresh, budgets=event.budgets)
+    fresh = replace(fresh, budgets=event.budgets, switches=event.switches)
     if known is not None:
         fresh = replace(fresh, opaque=known.opaque, unsure=known.unsure, told=known.told)
         fresh = replace(fresh, again=known.again, guessed=known.guessed, owed=known.owed)
@@ -48,6 +57,9 @@ def on_came(draft: Draft, event: mev.MemberCame) -> None:
     if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:
         fresh = replace(fresh, standing=Standing.LEFT_BEHIND, reason=known.reason)
     draft.put_participant(fresh)
+    if fresh.excess == SWITCHED_OFF and fresh.switches:
+        # The program may not have received it.
+        draft.emit(SwitchOff(event.process))
     budgets.repeat(draft, event.process)
     contexts = {c.id.domain for c in draft.state.spaces_of(event.process)}
     if event.generation and f"d{event.generation}" not in contexts:
@@ -90,7 +102,8 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
 def on_restored(draft: Draft, event: mev.MemberRestored) -> None:
     if _most(draft, event.process, event.uid) is FailoverMode.OFF or event.process in draft.state.members:
         return
-    participant = Participant(event.process, event.uid, event.mode, connected=False, home=event.home)
+    known = Participant(event.process, event.uid, event.mode, connected=False, heard=False)
+    participant = replace(known, home=event.home)
     if event.left_behind:
         participant = replace(participant, standing=Standing.LEFT_BEHIND, reason=event.left_behind)
     limit = budgets.restored(draft.state, event.limit)
@@ -153,7 +166,7 @@ def ended(draft: Draft, process: ProcessInstance, *, execed: bool = False) -> No
     if execed and participant.connected:
         fresh = Participant(process, participant.uid, participant.mode, opaque=participant.opaque)
         fresh = replace(fresh, fences=participant.fences, gives=participant.gives)
-        draft.put_participant(replace(fresh, budgets=participant.budgets))
+        draft.put_participant(replace(fresh, budgets=participant.budgets, switches=participant.switches))
     _release_waiters(draft, participant)
     _expire_standby(draft, participant)
 
@@ -275,18 +288,36 @@ def on_exposed(draft: Draft, event: mev.MemberExposed) -> None:
 
 def on_exceeds(draft: Draft, event: mev.MemberExceeds) -> None:
     """Let a participant leave fail-over for good. A program repeats this on each connection."""
-    participant = draft.state.members.get(event.process)
-    if participant is None or not participant.budgets:
+    participant, by_hand = draft.state.members.get(event.process), event.excess == SWITCHED_OFF
+    if participant is None or not (participant.switches if by_hand else participant.budgets):
         draft.count("failover_words_ignored")
+    elif not by_hand and participant.excess == SWITCHED_OFF:
+        # It exceeded a budget before it received the order: the order stays the reason.
+        draft.count("failover_words_ignored")
+    else:
+        _leave_for_good(draft, participant, event.excess)
+
+
+def on_switched_off(draft: Draft, event: mev.MemberSwitchedOff) -> None:
+    """Let a participant leave fail-over for good, because a user said so. It does not move from now on."""
+    participant = draft.state.members.get(event.process)
+    if participant is None or not participant.switches or participant.excess is not None:
+        draft.count("failover_switches_ignored")
         return
+    draft.emit(SwitchOff(event.process))
+    _leave_for_good(draft, participant, SWITCHED_OFF)
+
+
+def _leave_for_good(draft: Draft, participant: Participant, excess: Excess) -> None:
+    process = participant.process
     if participant.excess is None:
-        draft.count("failover_budgets_exceeded")
-        draft.publish("failover-left", participant.uid, pid=event.process.pid, reason=event.excess.why)
-    left = replace(participant, excess=event.excess, cost=None, capped=None, placed=False, bytes=0)
+        draft.count("failover_switched_off" if excess == SWITCHED_OFF else "failover_budgets_exceeded")
+        draft.publish("failover-left", participant.uid, pid=process.pid, reason=excess.why)
+    left = replace(participant, excess=excess, cost=None, capped=None, placed=False, bytes=0)
     draft.put_participant(left)
-    budgets.shrink(draft, event.process)
+    budgets.shrink(draft, process)
     if participant.standing in OFFERED:
-        plan.withdraw_offer(draft, draft.state.members[event.process], event.excess.why)
+        plan.withdraw_offer(draft, draft.state.members[process], excess.why)
     _release_waiters(draft, participant)
     _expire_standby(draft, participant)
 

@@ -88,7 +88,7 @@ class SavingCost:
 
 @dataclass(frozen=True, slots=True)
 class Excess:
-    """The budget that a participant exceeds, so that it has left fail-over for good.
+    """The budget that a participant exceeds, so that it has left fail-over for good; or it was switched off.
 
     `needs`, `has`: bytes for MEMORY, thousandths of an epoch for TIME. `listable`: a list of read-only
     parameters may bring it under the budget.
@@ -101,9 +101,14 @@ class Excess:
 
     @property
     def why(self) -> str:
+        if self.budget is SnapshotBudget.BY_HAND:
+            return "switched off by hand"
         if self.budget is SnapshotBudget.TIME:
             return f"saving would slow it by {_percent(self.needs)} %, the budget is {_percent(self.has)} %"
         return f"snapshot budget: {_need(self.needs, self.has)}"
+
+
+SWITCHED_OFF = Excess(SnapshotBudget.BY_HAND, 0, 0)
 
 
 def _percent(thousandths: int) -> str:
@@ -124,8 +129,10 @@ class Participant:
 
     Connection and standby context:
       - `connected`: the participant can be told something.
+      - `heard`: it has said HELLO to this mpsd, so its home is the present one.
       - `reason`: why it is not ready, or was left behind.
       - `fences`: it accepts the daemon's message that its old domain writes no more.
+      - `switches`: it accepts the daemon's order to leave fail-over for good.
       - `ready_ms`, `bytes`: cost of its standby context, as it reports.
       - `opaque`: objects that it made and that cannot be carried over.
       - `unsure`: calls that it made and that cannot be rolled back.
@@ -167,6 +174,7 @@ class Participant:
     uid: int
     mode: FailoverMode
     connected: bool = True
+    heard: bool = True
     home: str | None = None
     standing: Standing = Standing.WAITING
     generation: int = 0
@@ -185,6 +193,7 @@ class Participant:
     whose: ExceptionOwner = ExceptionOwner.UNKNOWN
     named: bool = False
     fences: bool = False
+    switches: bool = False
     among: bool = False
     again: ReplayMode = ReplayMode.LOST
     guessed: float = 0.0

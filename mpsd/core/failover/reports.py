@@ -14,7 +14,8 @@ class MemberCame:
 
     `generation`: of the standby domain in which it lives by now; 0: its first context. `fences`: it accepts
     the daemon's message that its old domain writes no more. `gives`: it can be asked to release memory that
-    it keeps for fail-over only. `budgets`: it keeps the budgets of mode exact.
+    it keeps for fail-over only. `budgets`: it keeps the budgets of mode exact. `switches`: it can be told to
+    leave fail-over for good.
     """
 
     process: ProcessInstance
@@ -24,6 +25,7 @@ class MemberCame:
     fences: bool = False
     gives: bool = False
     budgets: bool = False
+    switches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,13 @@ class MemberExceeds:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberSwitchedOff:
+    """A user has switched the program's fail-over off: `mpsd-ctl protect PID guard`."""
+
+    process: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
 class MemberError:
     """The program reports an error of its own context."""
 
@@ -229,6 +238,7 @@ MemberEvent = (
     | MemberCost
     | MemberExposed
     | MemberExceeds
+    | MemberSwitchedOff
     | MemberError
     | MemberMoved
     | MemberFoundCode

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mpsd.base.model import FailoverMode, ProcessInstance
+from mpsd.base.model import FailoverMode, ProcessInstance, SnapshotBudget
 from mpsd.base.protection import ProtectionLevel
 from mpsd.core.failover.participants import FailoverRecord, Outcome, ParticipantOutcome, Turn
 from mpsd.core.faults import taxonomy
@@ -18,6 +18,11 @@ from mpsd.core.faults.records import FaultRecord, MovedClient, Party
 from mpsd.core.state import State
 
 _Entry = tuple[FailoverRecord, ParticipantOutcome]
+_LEFT_FOR: Mapping[SnapshotBudget, str] = {
+    SnapshotBudget.MEMORY: "for the memory budget",
+    SnapshotBudget.TIME: "for the time budget",
+    SnapshotBudget.BY_HAND: "switched off by hand",
+}
 _GOES = frozenset({Outcome.TOLD, Outcome.MOVED})
 
 
@@ -107,15 +112,15 @@ def remedy(state: State, record: FaultRecord) -> str:
 def departures(state: State, record: FaultRecord) -> str:
     """Return how many victims had left fail-over before the fault, and for which budget; empty if none."""
     entries = _entries(state, record)
-    counts: Counter[str] = Counter()
+    counts: Counter[SnapshotBudget] = Counter()
     for process in {v.id.process for v in record.victims}:
         participant, entry = state.members.get(process), entries.get(process)
         budget = entry[1].left if entry is not None else None
         if entry is None and participant is not None and participant.excess is not None:
             budget = participant.excess.budget
         if budget is not None:
-            counts[budget.name.lower()] += 1
-    parts = " and ".join(f"{count} for the {budget} budget" for budget, count in sorted(counts.items()))
+            counts[budget] += 1
+    parts = " and ".join(f"{counts[budget]} {text}" for budget, text in _LEFT_FOR.items() if counts[budget])
     return f"Lost clients that had left fail-over before: {parts} (mpsd-ctl failovers)" if parts else ""
 
 

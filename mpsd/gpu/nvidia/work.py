@@ -116,6 +116,11 @@ class ProcessWork:
         with self._turn:
             return bool(self._areas) or (self._blind and self._probed is not None)
 
+    @property
+    def settled(self) -> bool:
+        # Without the lock: a look in progress may hang.
+        return self._settled or self._probed is None
+
     def refresh(self) -> None:
         self._probe()
 
@@ -213,6 +218,21 @@ class ProcessWork:
             return True
         return self._settled and bool(self._areas)
 
+    def launched(self) -> bool | None:
+        if not self._probe():
+            return None
+        with self._turn:
+            if self._blind or self._unreadable or self._mem < 0 or self._outside:
+                # With pages left out, it has launched in a context that it has left.
+                return None
+            signs, wrote = Signs(), False
+            for block in self._blocks():
+                signs.scan(block)
+                wrote = True
+            signs.keep(self._areas)
+        # Commands without signs are of an unknown format.
+        return True if signs.understood or signs.marks else None if wrote else False
+
     def _remaining_work(self) -> str | None:
         self._apply()
         if self._signs is None:
@@ -233,13 +253,16 @@ class ProcessWork:
     def _scan(self) -> Signs:
         """Read every area once: the process has ended, so its command buffers no longer change."""
         signs = Signs()
-        for area in self._areas:
-            for at in range(area.start, area.end, READ_BYTES):
-                for block in written(_memory(self._mem, at, min(READ_BYTES + OVERLAP, area.end - at))):
-                    self._wrote_commands = True
-                    signs.scan(block)
+        for block in self._blocks():
+            self._wrote_commands = True
+            signs.scan(block)
         signs.keep(self._areas)
         return signs
+
+    def _blocks(self) -> Iterator[bytes]:
+        for area in self._areas:
+            for at in range(area.start, area.end, READ_BYTES):
+                yield from written(_memory(self._mem, at, min(READ_BYTES + OVERLAP, area.end - at)))
 
     def _word(self, address: int) -> int | None:
         data = _memory(self._mem, address, 4)

@@ -151,7 +151,7 @@ class Calls:
     def _context_halt(self, peer: Peer, space: Space, message: Message) -> Answer:
         """Hand the two shared values of halts.py to a client that runs its work in its own process."""
         if space.halt is None:
-            space.halt = Halt()
+            space.halt, space.launched = Halt(), True
         return {"error": 0}, [space.halt.fd]
 
     def _context_close(self, peer: Peer, space: Space, message: Message) -> Answer:
@@ -242,11 +242,12 @@ class Calls:
     def _node_work(self, peer: Peer, message: Message) -> Answer:
         """Return the number of an exited process's contexts that still have kernels to run.
 
-        Before the end of its connection was read, the connection may still contain launches.
+        An unread connection may contain launches. A forked child may keep it open, and launches nothing.
+        `launched`: whether the process has launched any kernel.
         """
-        spaces = self._service.machine.spaces.values()
-        remaining = [s for s in spaces if s.pid == int(message["pid"]) and (s.connected or s.busy)]
-        return {"error": 0, "busy": len(remaining)}, []
+        spaces = [s for s in self._service.machine.spaces.values() if s.pid == int(message["pid"])]
+        remaining = [s for s in spaces if s.busy or (s.connected and self._service.may_launch(s))]
+        return {"error": 0, "busy": len(remaining), "launched": any(s.launched for s in spaces)}, []
 
     def _node_duplicate(self, peer: Peer, message: Message) -> Answer:
         """Return new descriptors for a space if pidfd_getfd is refused; for its user and root only."""

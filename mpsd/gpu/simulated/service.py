@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -211,6 +212,12 @@ class Service:
             self._channels.pop(space, None)
             space.forget_halt()
             self.machine.disconnect(space)
+
+    def may_launch(self, space: Space) -> bool:
+        """Return whether the process of a connected context lives, or has left launches to read."""
+        state, peer = process_state(space.pid), self._channels.get(space)
+        unread = peer is not None and bool(select.select([peer.sock], [], [], 0)[0])
+        return unread or state not in ("", "Z", "X")
 
     def new_reference(self, space: Space, role: str) -> socket.socket:
         """Create another descriptor that keeps the space; the far end stays here."""

@@ -31,6 +31,11 @@ class SimulatedWork:
         """Return the number of an exited process's contexts with kernels to run. Raises GpuError."""
         return int(self._link.ask({"op": "work", "pid": pid})[0]["busy"])
 
+    def launched(self, pid: int) -> bool | None:
+        """Return whether a process has launched a kernel; None from a GPU process that does not know."""
+        found = self._link.ask({"op": "work", "pid": pid})[0].get("launched")
+        return None if found is None else bool(found)
+
 
 class SimulatedWorkView:
     """WorkView of one process; it needs no descriptors."""
@@ -48,6 +53,10 @@ class SimulatedWorkView:
         """Always True: the simulated GPU itself knows."""
         return True
 
+    @property
+    def settled(self) -> bool:
+        return True
+
     def refresh(self) -> None:
         return
 
@@ -58,6 +67,9 @@ class SimulatedWorkView:
     def pending(self) -> str | None:
         busy = self._inspector.busy(self._process.pid)
         return f"{busy} context(s) with kernels to run" if busy else ""
+
+    def launched(self) -> bool | None:
+        return self._inspector.launched(self._process.pid)
 
     def close(self) -> None:
         return

@@ -4,6 +4,7 @@
 
 #include "clock.h"
 #include "exact/exposure.h"
+#include "exact/leave.h"
 #include "exact/limit.h"
 #include "exact/pace.h"
 #include "exact/relay.h"
@@ -96,6 +97,7 @@ void mpsd_epoch_end(void)
 	__atomic_store_n(&mpsd_epoch.number, mpsd_epoch.number + 1, __ATOMIC_RELAXED);
 	mpsd_undo_forget();
 	/* Last: the program may leave. */
+	mpsd_leave_end();
 	mpsd_limit_end();
 	mpsd_spending_end(operations);
 }

@@ -23,7 +23,8 @@
 #define END_MS 500
 
 static struct mpsd_leaving leaving;
-static atomic_bool has_left;
+static atomic_bool has_left, is_ordered;
+static atomic_bool is_exact;	/* it left mode exact, whose epochs tell when a buffer is unused */
 
 bool mpsd_leave_has(void)
 {
@@ -47,11 +48,49 @@ void mpsd_leave(const struct mpsd_leaving *why)
 	leaving = *why;
 	mpsd_stats->left_budget = (uint64_t)why->budget;
 	atomic_store(&mpsd_exact_on, false);
-	__atomic_store_n(&mpsd_epoch.unsure, "beyond a snapshot budget", __ATOMIC_RELAXED);
+	__atomic_store_n(&mpsd_epoch.unsure, "the program has left fail-over", __ATOMIC_RELAXED);
+	atomic_store(&is_exact, true);
 	atomic_store(&has_left, true);
 	mpsd_carry_plainly();
 	mpsd_release_begin();
 	mpsd_line_wake();
+}
+
+/* By order */
+
+void mpsd_leave_end(void)
+{
+	if (atomic_load(&is_ordered))
+		mpsd_leave(&(struct mpsd_leaving){ .budget = MPSD_FAILOVER_BUDGET_BY_HAND });
+}
+
+/* In mode keep nothing is saved, and no move runs: this thread makes them. */
+static void leave_plainly(void)
+{
+	if (atomic_load(&has_left))
+		return;
+	leaving = (struct mpsd_leaving){ .budget = MPSD_FAILOVER_BUDGET_BY_HAND };
+	mpsd_stats->left_budget = MPSD_FAILOVER_BUDGET_BY_HAND;
+	atomic_store(&has_left, true);
+}
+
+void mpsd_leave_follow(void)
+{
+	if (!atomic_load(&is_ordered) || atomic_load(&has_left))
+		return;
+	mpsd_word_take(&mpsd_exact_lock);
+	/* An epoch with operations, or into which one is about to come, has an end at which the program leaves. */
+	if (!mpsd_exact())
+		leave_plainly();
+	else if (!mpsd_epoch.operations && !mpsd_epoch.is_awaited && !mpsd_epoch.is_closed)
+		mpsd_leave_end();
+	mpsd_word_give(&mpsd_exact_lock);
+}
+
+void mpsd_leave_order(void)
+{
+	atomic_store(&is_ordered, true);
+	mpsd_leave_follow();
 }
 
 #define MIB(bytes) (((bytes) + (1u << 20) - 1) >> 20)
@@ -61,7 +100,9 @@ void mpsd_leave_text(char *text, size_t room)
 	const uint64_t *values = leaving.values;
 	uint64_t percent = values[0] * 100 / (values[1] ? values[1] : 1);
 
-	if (leaving.budget == MPSD_FAILOVER_BUDGET_TIME)
+	if (leaving.budget == MPSD_FAILOVER_BUDGET_BY_HAND)
+		snprintf(text, room, "switched off by hand");
+	else if (leaving.budget == MPSD_FAILOVER_BUDGET_TIME)
 		snprintf(text, room, "saving slows the program by %" PRIu64 " %%; the budget is %" PRIu64 ".%" PRIu64 " %%",
 			 percent, values[2] / 10, values[2] % 10);
 	else
@@ -99,7 +140,7 @@ static CUresult release_some(void)
 /* If the mode has ended for another reason, epochs end no more, and nothing tells when a buffer is unused. */
 static bool is_beyond(void)
 {
-	return mpsd_undo_bytes() > most() && (mpsd_exact() || atomic_load(&has_left));
+	return mpsd_undo_bytes() > most() && (mpsd_exact() || atomic_load(&is_exact));
 }
 
 static void *release(void *unused)

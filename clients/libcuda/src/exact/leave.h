@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * A program that exceeds a budget leaves fail-over for good, between two epochs. From then on its calls take the way of mode
- * `keep` and are not recorded. Its guard zones stay. No call fails because of it.
+ * A program that exceeds a budget leaves fail-over for good, between two epochs; so does one that the daemon tells to. From then
+ * on its calls take the way of mode `keep` and are not recorded. Its guard zones stay. No call fails because of it.
  */
 #pragma once
 
@@ -21,6 +21,13 @@ struct mpsd_leaving {
 void mpsd_leave(const struct mpsd_leaving *why);
 
 bool mpsd_leave_has(void);
+
+/* From the thread of line.c: leave by order as soon as nothing is in flight; look again whether that is so. */
+void mpsd_leave_order(void);
+void mpsd_leave_follow(void);
+
+/* With the lock, at the end of an epoch: the program may have such an order. */
+void mpsd_leave_end(void);
 
 /* Of a program that has left: why, and a sentence of it. */
 const struct mpsd_leaving *mpsd_leave_why(void);

@@ -9,8 +9,8 @@
 #include "exact/undo.h"
 #include "failover/line.h"
 
-/* By the thread of line.c. -1: no daemon is told. */
-static int told_line = -1;
+/* By the thread of line.c. -1: no daemon is told; of LEAVES by order it is told on the second one. */
+static int told_line = -1, ordered_line = -1;
 static struct {
 	uint64_t held, wanted;
 	bool has_left, hears_exposed;
@@ -23,6 +23,7 @@ void mpsd_budgets_welcome(int line, const struct mpsd_failover_message *welcome)
 	bool is = (welcome->values[4] & MPSD_FAILOVER_HEARS_BUDGETS) != 0;
 
 	told_line = is ? line : -1;
+	ordered_line = welcome->values[1] & MPSD_FAILOVER_SWITCH_KNOWN ? line : -1;
 	told = (__typeof__(told)){ .hears_exposed = (welcome->values[4] & MPSD_FAILOVER_HEARS_EXPOSED) != 0 };
 	mpsd_spending_budget(is ? welcome->values[5] : 0, is);
 	mpsd_limit_answers(is);
@@ -33,7 +34,7 @@ void mpsd_budgets_welcome(int line, const struct mpsd_failover_message *welcome)
 /* Limit and budget stay as they were: the daemon comes back. */
 void mpsd_budgets_line_ended(void)
 {
-	told_line = -1;
+	told_line = ordered_line = -1;
 	mpsd_limit_answers(false);
 }
 
@@ -47,12 +48,18 @@ void mpsd_budgets_limit(const struct mpsd_failover_message *limit)
 	mpsd_limit_told(limit->values[0], limit->values[1]);
 }
 
+/* Of a program that has left. -1: the daemon does not know that reason. */
+static int line_of_leaving(void)
+{
+	return mpsd_leave_why()->budget == MPSD_FAILOVER_BUDGET_BY_HAND ? ordered_line : told_line;
+}
+
 static bool tell_leaving(void)
 {
 	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_LEAVES, 0, NULL);
 	const struct mpsd_leaving *why = mpsd_leave_why();
 
-	if (told.has_left || !mpsd_leave_has())
+	if (told.has_left || !mpsd_leave_has() || line_of_leaving() < 0)
 		return true;
 	told.has_left = true;
 	message.values[0] = (uint64_t)why->budget;
@@ -60,7 +67,7 @@ static bool tell_leaving(void)
 		message.values[1 + i] = why->values[i];
 	message.values[4] = why->may_come_back;
 	mpsd_leave_text(message.text, sizeof(message.text));
-	return mpsd_line_say(told_line, &message);
+	return mpsd_line_say(line_of_leaving(), &message);
 }
 
 static bool tell_held(void)
@@ -104,7 +111,7 @@ static bool tell_exposure(void)
 bool mpsd_budgets_tell(void)
 {
 	mpsd_chunks_tend();
-	return told_line < 0 || (tell_cost() && tell_leaving() && tell_exposure() && tell_held());
+	return (told_line < 0 || tell_cost()) && tell_leaving() && (told_line < 0 || (tell_exposure() && tell_held()));
 }
 
 int mpsd_budgets_due_ms(void)
@@ -119,5 +126,5 @@ bool mpsd_budgets_refuse(int line, uint64_t generation)
 	char text[MPSD_FAILOVER_TEXT_ROOM];
 
 	mpsd_leave_text(text, sizeof(text));
-	return told_line >= 0 || mpsd_line_tell_unready(line, generation, text, false);
+	return line_of_leaving() >= 0 || mpsd_line_tell_unready(line, generation, text, false);
 }

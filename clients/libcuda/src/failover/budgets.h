@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: MIT */
-/* What the thread of line.c hears and says of the budgets of mode `exact`: HOLDS, COST, LEAVES, EXPOSED, LIMIT (failoverwire.h). */
+/*
+ * What the thread of line.c hears and says of budgets, and of a program that has left: HOLDS, COST, LEAVES, EXPOSED, LIMIT
+ * (failoverwire.h).
+ */
 #pragma once
 
 #include <stdbool.h>

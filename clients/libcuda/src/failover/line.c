@@ -212,8 +212,10 @@ static bool stand_down(const struct mpsd_failover_message *order)
 /* Tell the daemon before the standby context ends, so that it does not move the program there. */
 static bool follow_budgets(void)
 {
-	bool is = mpsd_budgets_tell();
+	bool is;
 
+	mpsd_leave_follow();
+	is = mpsd_budgets_tell();
 	if (is && mpsd_leave_has() && generation) {
 		end_standby();
 		generation = 0;
@@ -249,6 +251,8 @@ static bool obey(const struct mpsd_failover_message *order)
 		return mpsd_fence_told(order->generation), true;
 	case MPSD_FAILOVER_LIMIT:
 		return mpsd_budgets_limit(order), follow_budgets();
+	case MPSD_FAILOVER_GUARD:
+		return mpsd_leave_order(), follow_budgets();
 	case MPSD_FAILOVER_GIVE:
 	case MPSD_FAILOVER_ROOM:
 		return mpsd_room_told(order), true;
@@ -326,7 +330,7 @@ static void listen_to(int fd)
 	struct mpsd_told told = { 0, 0 };
 
 	message.mode = mode;
-	message.values[0] = MPSD_FAILOVER_TAKES_FENCED | MPSD_FAILOVER_GIVES | MPSD_FAILOVER_BUDGETS;
+	message.values[0] = MPSD_FAILOVER_TAKES_FENCED | MPSD_FAILOVER_GIVES | MPSD_FAILOVER_BUDGETS | MPSD_FAILOVER_SWITCHES;
 	if (!say(&message) || !tell(&told))
 		return;
 	while (!atomic_load(&off) && mpsd_left_tell(true)) {

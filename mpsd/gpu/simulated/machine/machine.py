@@ -183,6 +183,7 @@ class Machine:
 
     def launch(self, space: Space, kernel: Kernel) -> None:
         """Launch asynchronously: an error shows at the next request."""
+        space.launched = True
         if space.error:
             return
         if space.faulting:

@@ -67,7 +67,8 @@ class Space:
 
     connected: its process still holds the context. va, mm: open duplicates of its two descriptors; trackers
     hold the space too. held: by the kernel module. waiting: requests to answer once nothing is in flight.
-    start_ticks: of its process. halt: for a context that runs its work in its own process.
+    start_ticks: of its process. launched: it has launched a kernel, or may have done so unseen. halt: for a
+    context that runs its work in its own process.
     """
 
     id: int
@@ -88,6 +89,7 @@ class Space:
     terminating: bool = False
     held: bool = False
     start_ticks: int = 0
+    launched: bool = False
     va: int = 0
     mm: int = 0
     trackers: int = 0
