@@ -137,6 +137,9 @@ class Nodes:
     def copying(to: int, source: int, size: int) -> Box:
         return box((DEVICE, to, 0), (DEVICE, source, 0), size, 1, 1)
 
+    def copying_of(self, to: int, source: int, size: int) -> NodeParams:
+        return self.params(MEMCPY, copy=CopyParams(ctx=self._driver.context, box=self.copying(to, source, size)))
+
     def child(self, graph: int, child: int, after: Sequence[int] = ()) -> int:
         return self._new("cuGraphAddChildGraphNode", graph, after, child)
 
@@ -161,6 +164,10 @@ class Nodes:
     def depend(self, graph: int, first: Sequence[int], then: Sequence[int]) -> int:
         handles = [(_HANDLE * len(each))(*each) for each in (first, then)]
         return self._driver.code("cuGraphAddDependencies_v2", graph, *handles, None, len(first))
+
+    def part(self, graph: int, first: Sequence[int], then: Sequence[int]) -> int:
+        handles = [(_HANDLE * len(each))(*each) for each in (first, then)]
+        return self._driver.code("cuGraphRemoveDependencies_v2", graph, *handles, None, len(first))
 
     def executable(self, graph: int) -> int:
         return self._driver.made("cuGraphInstantiateWithFlags", graph, 0)

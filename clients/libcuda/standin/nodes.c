@@ -39,7 +39,7 @@ static CUresult come_after(CUgraphNode node, const CUgraphNode *others, size_t c
 	return CUDA_SUCCESS;
 }
 
-static bool are_of(const struct CUgraph_st *graph, const CUgraphNode *nodes, size_t count)
+bool are_of(const struct CUgraph_st *graph, const CUgraphNode *nodes, size_t count)
 {
 	size_t i = 0;
 
@@ -139,9 +139,19 @@ static CUgraphNode node_like(CUgraph graph, const struct CUgraph_st *other, cons
 	return NULL;
 }
 
-static CUgraph copy_of(const struct CUgraph_st *other)
+static void take_over(CUgraphNode made, const struct CUgraphNode_st *node)
 {
-	CUgraph graph = new_child();
+	made->kernel = node->kernel;
+	made->copy = node->copy;
+	made->set = node->set;
+	made->original = (CUgraphNode)node;
+	memcpy(made->attributes, node->attributes, sizeof(made->attributes));
+}
+
+static CUgraph copy_of(const struct CUgraph_st *other);
+
+static CUgraph copy_into(CUgraph graph, const struct CUgraph_st *other)
+{
 	bool is = graph != NULL;
 
 	for (size_t i = 0; is && i < other->count; i++) {
@@ -149,6 +159,8 @@ static CUgraph copy_of(const struct CUgraph_st *other)
 		CUgraphNode made = add_node(graph, node->type, &node->operation);
 
 		is = made != NULL;
+		if (is)
+			take_over(made, node);
 		if (is && node->child)
 			is = (made->child = copy_of(node->child)) != NULL;
 	}
@@ -163,6 +175,44 @@ static CUgraph copy_of(const struct CUgraph_st *other)
 		return graph;
 	free_graph(graph);
 	return NULL;
+}
+
+static CUgraph copy_of(const struct CUgraph_st *other)
+{
+	return copy_into(new_child(), other);
+}
+
+API CUresult cuGraphClone(CUgraph *phGraphClone, CUgraph originalGraph)
+{
+	if (!phGraphClone || !is_graph(originalGraph))
+		return CUDA_ERROR_INVALID_VALUE;
+	*phGraphClone = copy_into(new_graph(), originalGraph);
+	if (!*phGraphClone)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	(*phGraphClone)->original = originalGraph;
+	return gate_node(CUDA_SUCCESS);
+}
+
+/* As documented: no error is measured. */
+API CUresult cuGraphNodeFindInClone(CUgraphNode *phNode, CUgraphNode hOriginalNode, CUgraph hClonedGraph)
+{
+	if (!phNode || !is_node(hOriginalNode) || !is_graph(hClonedGraph) || hClonedGraph->original != hOriginalNode->graph)
+		return CUDA_ERROR_INVALID_VALUE;
+	for (size_t i = 0; i < hClonedGraph->count; i++) {
+		if (hClonedGraph->nodes[i]->original != hOriginalNode)
+			continue;
+		*phNode = hClonedGraph->nodes[i];
+		return CUDA_SUCCESS;
+	}
+	return CUDA_ERROR_INVALID_VALUE;
+}
+
+API CUresult cuGraphDestroyNode(CUgraphNode hNode)
+{
+	if (!is_node(hNode))
+		return CUDA_ERROR_INVALID_VALUE;
+	remove_node(hNode);
+	return gate_node(CUDA_SUCCESS);
 }
 
 API CUresult cuGraphAddChildGraphNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
@@ -234,6 +284,33 @@ API CUresult cuGraphAddDependencies_v2(CUgraph hGraph, const CUgraphNode *from, 
 	for (size_t i = 0; i < numDependencies && result == CUDA_SUCCESS; i++)
 		result = come_after(to[i], &from[i], 1);
 	return gate_node(result);
+}
+
+static bool part(CUgraphNode node, const struct CUgraphNode_st *other)
+{
+	size_t i = 0;
+
+	while (i < node->count && node->after[i] != other)
+		i++;
+	if (i == node->count)
+		return false;
+	node->count--;
+	for (; i < node->count; i++)
+		node->after[i] = node->after[i + 1];
+	return true;
+}
+
+/* That an edge which is not there is refused is documented, and not measured. */
+API CUresult cuGraphRemoveDependencies_v2(CUgraph hGraph, const CUgraphNode *from, const CUgraphNode *to,
+					  const CUgraphEdgeData *edgeData, size_t numDependencies)
+{
+	(void)edgeData;
+	if (!is_graph(hGraph) || !are_of(hGraph, from, numDependencies) || !are_of(hGraph, to, numDependencies))
+		return CUDA_ERROR_INVALID_VALUE;
+	for (size_t i = 0; i < numDependencies; i++)
+		if (!part(to[i], from[i]))
+			return CUDA_ERROR_INVALID_VALUE;
+	return gate_node(CUDA_SUCCESS);
 }
 
 /* Asked */

@@ -223,6 +223,8 @@ CUresult fill_rows(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, s
 /* event.c */
 void close_events(CUcontext context);	/* after its streams */
 
+#define NODE_ATTRIBUTES (CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT + 1)
+
 /* graph.c */
 struct CUgraphNode_st {
 	CUgraph graph;
@@ -234,6 +236,9 @@ struct CUgraphNode_st {
 	CUDA_MEMSET_NODE_PARAMS set;
 	CUgraphNode *after;
 	size_t count;
+	CUkernelNodeAttrValue attributes[NODE_ATTRIBUTES];
+	struct CUgraphNode_st *original;	/* of the graph that this is a copy of; NULL: of none */
+	cuuint64_t capture;		/* the capture that it came by; 0: none */
 };
 
 struct CUgraph_st {
@@ -241,6 +246,7 @@ struct CUgraph_st {
 	const void *sign;		/* of another copy of this library it is no graph here */
 	CUgraphNode *nodes;
 	size_t count;
+	const struct CUgraph_st *original;	/* that it was cloned from */
 };
 
 CUgraph new_graph(void);		/* NULL: no memory */
@@ -248,11 +254,15 @@ CUgraph new_child(void);		/* the same, of a node that ends it */
 void free_graph(CUgraph graph);
 bool is_graph(const struct CUgraph_st *graph);
 
+/* A node goes, and the edges that it has. */
+void remove_node(CUgraphNode node);
+
 /* A new node; NULL: no memory. */
 CUgraphNode add_node(CUgraph graph, CUgraphNodeType type, const struct operation *operation);
 bool is_node(const struct CUgraphNode_st *node);
 
 /* nodes.c: as a call of cuda.h that adds one; with the lock where `operation` needs it. */
+bool are_of(const struct CUgraph_st *graph, const CUgraphNode *nodes, size_t count);
 CUresult new_node(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count, CUgraphNodeType type,
 		  const struct operation *operation);
 

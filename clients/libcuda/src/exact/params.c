@@ -368,6 +368,43 @@ CUresult mpsd_params_take(const struct mpsd_launch *given, void **parameters, vo
 	return result;
 }
 
+/* Behind those that the launch has, or in place of the one of that kind. */
+static unsigned int put_attribute(CUlaunchAttribute *attributes, unsigned int count, CUlaunchAttributeID id,
+				  const CUlaunchAttributeValue *value)
+{
+	unsigned int i = 0;
+
+	while (i < count && attributes[i].id != id)
+		i++;
+	attributes[i] = (CUlaunchAttribute){ .id = id, .value = *value };
+	return i == count ? count + 1 : count;
+}
+
+/* What is not brief lies on no shelf, so the lock is not needed. */
+struct mpsd_op *mpsd_params_with(const struct mpsd_op *op, CUlaunchAttributeID id, const CUlaunchAttributeValue *value)
+{
+	CUlaunchConfig config = op->launch.config;
+	const struct mpsd_launch launch = { op->launch.function, op->stream, &config, false, op->launch.is_cooperative, false };
+	CUlaunchAttribute *attributes = malloc((config.numAttrs + 1) * sizeof(*attributes));
+	struct mpsd_op *made;
+
+	if (!attributes)
+		return NULL;
+	memcpy(attributes, op->launch.attributes, config.numAttrs * sizeof(*attributes));
+	config.numAttrs = put_attribute(attributes, config.numAttrs, id, value);
+	config.attrs = attributes;
+	made = make(&launch, op->launch.count, op->launch.bytes);
+	free(attributes);
+	if (!made)
+		return NULL;
+	memcpy(made->launch.buffer, op->launch.buffer, op->launch.bytes);
+	for (unsigned int i = 0; i < op->launch.count; i++)
+		made->launch.parameters[i] = made->launch.buffer + ((char *)op->launch.parameters[i] - op->launch.buffer);
+	made->launch.is_buffer = op->launch.is_buffer;
+	made->launch.reader = op->launch.reader;
+	return made;
+}
+
 #define PINNED "a kernel that may write pinned host memory"
 
 /* What is said stays. */

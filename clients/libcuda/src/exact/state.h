@@ -180,6 +180,13 @@ static inline bool mpsd_config_records_event(const CUlaunchConfig *config)
 	return false;
 }
 
+/* A node of a graph: an event that is recorded, or waited for, by each launch; not an edge that a capture makes. */
+static inline bool mpsd_op_is_event_node(const struct mpsd_op *op)
+{
+	return (op->kind == MPSD_OP_RECORD && op->event.flags & CU_EVENT_RECORD_EXTERNAL) ||
+	       (op->kind == MPSD_OP_WAIT && op->event.flags & CU_EVENT_WAIT_EXTERNAL);
+}
+
 /* As the program called it, in the copy of this call. */
 CUresult mpsd_op_issue(const struct mpsd_op *op);
 CUresult mpsd_op_launch(const struct mpsd_op *op);	/* the same of one that is a launch */

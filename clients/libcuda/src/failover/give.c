@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: MIT
 /* What a node of a graph is, given to the driver by the names of the copy of this call. */
+#include <stdlib.h>
+
 #include "exact/state.h"
 #include "failover/nodes.h"
 
@@ -66,7 +68,7 @@ static CUresult give_child(const struct mpsd_node *node, struct mpsd_node_place 
 	return inner_cuGraphAddChildGraphNode(&place->node, place->graph, place->after, node->count, child);
 }
 
-CUresult mpsd_node_give(const struct mpsd_node *node, struct mpsd_node_place *place)
+static CUresult give(const struct mpsd_node *node, struct mpsd_node_place *place)
 {
 	if (node->child)
 		return give_child(node, place, place->child);
@@ -80,4 +82,59 @@ CUresult mpsd_node_give(const struct mpsd_node *node, struct mpsd_node_place *pl
 	default:
 		return give_set(node, place);
 	}
+}
+
+/* The calls by which nodes are added take no data of edges. */
+static CUresult give_edges(const struct mpsd_node *node, const struct mpsd_node_place *place)
+{
+	CUgraphNode *to = malloc((node->count + 1) * sizeof(*to));
+	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+
+	for (unsigned int i = 0; to && i < node->count; i++)
+		to[i] = place->node;
+	if (to)
+		result = mpsd_edges_add(place->graph, place->after, to, node->edges, node->count);
+	free(to);
+	return result;
+}
+
+static CUresult give_attributes(const struct mpsd_op *op, CUgraphNode node)
+{
+	CUkernelNodeAttrValue cooperative = { .cooperative = 1 };
+	CUresult result = CUDA_SUCCESS;
+
+	if (op->launch.is_cooperative)
+		result = inner_cuGraphKernelNodeSetAttribute(node, CU_LAUNCH_ATTRIBUTE_COOPERATIVE, &cooperative);
+	for (unsigned int i = 0; i < op->launch.config.numAttrs && result == CUDA_SUCCESS; i++) {
+		const CUlaunchAttribute *one = &op->launch.attributes[i];
+
+		/* In a graph that is an edge. */
+		if (one->id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION && one->id != CU_LAUNCH_ATTRIBUTE_IGNORE)
+			result = inner_cuGraphKernelNodeSetAttribute(node, one->id, &one->value);
+	}
+	return result;
+}
+
+static CUresult add(const struct mpsd_node *node, struct mpsd_node_place *place)
+{
+	struct mpsd_node alone = *node;
+	CUresult result;
+
+	if (node->edges)
+		alone.count = 0;
+	result = give(&alone, place);
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (node->op && node->op->kind == MPSD_OP_LAUNCH)
+		result = give_attributes(node->op, place->node);
+	if (result == CUDA_SUCCESS && node->edges)
+		result = give_edges(node, place);
+	if (result != CUDA_SUCCESS)
+		inner_cuGraphDestroyNode(place->node);
+	return result;
+}
+
+CUresult mpsd_node_give(const struct mpsd_node *node, struct mpsd_node_place *place)
+{
+	return place->exec || place->node ? give(node, place) : add(node, place);
 }

@@ -201,49 +201,101 @@ static CUresult prove_before(CUstream stream)
 	return result == CUDA_SUCCESS ? mpsd_in_order(nothing) : result;
 }
 
-CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
+/* What is there when the copy is left goes on in the next one, and is not begun again. */
+static bool enter_session(struct mpsd_session *session)
 {
-	struct mpsd_session *session = calloc(1, sizeof(*session));
-	struct mpsd_graph *graph = mpsd_graph_new(hStream, false);
+	bool is;
+
+	mpsd_sessions_lock();
+	is = !mpsd_is_left();
+	if (is) {
+		session->id = mpsd_capture_of(mpsd_native(session->graph->origin));
+		/* Another copy of the driver counts anew. */
+		session->name = mpsd_tables()->moves ? last_name + 1 : session->id;
+		last_name = session->name > last_name ? session->name : last_name;
+		session->next = mpsd_sessions;
+		mpsd_sessions = session;
+	}
+	mpsd_sessions_unlock();
+	return is;
+}
+
+/* Takes the session; NULL: there was no memory. */
+static CUresult begin(struct mpsd_session *session, CUstreamCaptureMode mode)
+{
 	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
 	bool held;
 
 	/* First: who marks other streams, or looks at them, asks from here on. */
 	atomic_fetch_add(&mpsd_captures, 1);
-	if (session && graph)
-		result = mpsd_exact() ? prove_before(hStream) : CUDA_SUCCESS;
-	if (session && graph && result == CUDA_SUCCESS) {
+	if (session)
+		result = mpsd_exact() ? prove_before(session->graph->origin) : CUDA_SUCCESS;
+	if (result == CUDA_SUCCESS) {
 		held = mpsd_joins_take();
-		result = inner_cuStreamBeginCapture_v2(mpsd_native(hStream), mode);
+		result = mpsd_session_begin(session, mode);
 		if (held)
 			mpsd_captures_let();
 	}
-	if (result != CUDA_SUCCESS) {
-		atomic_fetch_sub(&mpsd_captures, 1);
-		free(session);
-		mpsd_graph_let_go(graph);
-		return result;
-	}
-	mpsd_sessions_lock();
-	/* What is there when the copy is left goes on in the next one, and is not begun again. */
-	if (mpsd_is_left()) {
+	if (result == CUDA_SUCCESS && !enter_session(session))
 		result = MPSD_AGAIN;
-	} else {
-		session->id = mpsd_capture_of(mpsd_native(hStream));
-		/* Another copy of the driver counts anew. */
-		session->name = mpsd_tables()->moves ? last_name + 1 : session->id;
-		last_name = session->name > last_name ? session->name : last_name;
-		session->graph = graph;
-		session->next = mpsd_sessions;
-		mpsd_sessions = session;
-	}
-	mpsd_sessions_unlock();
 	if (result != CUDA_SUCCESS) {
 		atomic_fetch_sub(&mpsd_captures, 1);
-		free(session);
-		mpsd_graph_let_go(graph);
+		mpsd_session_free(session);
 	}
 	return result;
+}
+
+static struct mpsd_session *new_session(CUstream stream)
+{
+	struct mpsd_session *session = calloc(1, sizeof(*session));
+
+	if (session)
+		session->graph = mpsd_graph_new(stream, false);
+	if (session && session->graph)
+		return session;
+	free(session);
+	return NULL;
+}
+
+CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
+{
+	return begin(new_session(hStream), mode);
+}
+
+/* Copies, as the program may change what it gave. False: no memory. */
+static bool begin_behind(struct mpsd_session *session, const CUgraphNode *after, const CUgraphEdgeData *edges,
+			 size_t count)
+{
+	bool is_plain = mpsd_edges_are_plain(edges, count);
+
+	session->count = count;
+	session->after = malloc((count + 1) * sizeof(*after));
+	session->edges = is_plain ? NULL : malloc(count * sizeof(*edges));
+	if (!session->after || (!is_plain && !session->edges))
+		return false;
+	if (count)
+		memcpy(session->after, after, count * sizeof(*after));
+	if (!is_plain)
+		memcpy(session->edges, edges, count * sizeof(*edges));
+	return true;
+}
+
+CUresult make_cuStreamBeginCaptureToGraph(CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies,
+					  const CUgraphEdgeData *dependencyData, size_t numDependencies,
+					  CUstreamCaptureMode mode)
+{
+	struct mpsd_session *session;
+
+	if (!hGraph || (numDependencies && !dependencies))
+		return CUDA_ERROR_INVALID_VALUE;
+	session = new_session(hStream);
+	if (session)
+		session->into = hGraph;
+	if (session && !begin_behind(session, dependencies, dependencyData, numDependencies)) {
+		mpsd_session_free(session);
+		session = NULL;
+	}
+	return begin(session, mode);
 }
 
 CUresult mpsd_capture_tell(CUresult result, CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id)
@@ -279,8 +331,7 @@ static struct mpsd_session *take(struct mpsd_session *session)
 
 static void end_session(struct mpsd_session *session)
 {
-	mpsd_graph_let_go(session->graph);
-	free(take(session));
+	mpsd_session_free(take(session));
 }
 
 /* What was captured in it is in no stream of the program's: its name may be another's soon. */
@@ -327,6 +378,18 @@ static bool is_void(CUstream origin, CUresult *result)
 	return session != NULL;
 }
 
+/* Its graph is known by the program's name for it from now on. */
+static CUresult note_end(CUresult result, const struct mpsd_session *session, CUgraph *graph, uint64_t moves)
+{
+	if (session->into) {
+		if (result == CUDA_SUCCESS)
+			*graph = session->into;
+		return mpsd_captured_into(result, session->into, session->graph);
+	}
+	mpsd_graph_hold(session->graph);
+	return mpsd_graph_note(result, MPSD_MADE_GRAPH, (void **)graph, session->graph, 0, moves);
+}
+
 CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 {
 	uint64_t moves = mpsd_tables()->moves;
@@ -346,8 +409,7 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 		result = MPSD_AGAIN;
 	} else if (session && !mpsd_is_loss(result) &&
 		   mpsd_capture_status(mpsd_native(hStream)) == CU_STREAM_CAPTURE_STATUS_NONE) {
-		mpsd_graph_hold(session->graph);
-		result = mpsd_graph_note(result, MPSD_MADE_GRAPH, (void **)phGraph, session->graph, 0, moves);
+		result = note_end(result, session, phGraph, moves);
 		/* Overtaken since, it is still there for the move to go on with. */
 		if (result != MPSD_AGAIN)
 			end_session(session);

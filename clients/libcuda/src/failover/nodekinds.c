@@ -161,11 +161,13 @@ static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before
 
 /* Added */
 
-#define ADD(result, native, call)											\
+#define ADD_WITH(edges, result, native, call)									\
 	((result) == CUDA_SUCCESS										\
-		 ? mpsd_node_add(&(struct mpsd_addition){ phGraphNode, hGraph, dependencies, numDependencies }, node,	\
-				 native)										\
+		 ? mpsd_node_add(&(struct mpsd_addition){ phGraphNode, hGraph, dependencies, numDependencies, edges },	\
+				 node, native)										\
 		 : PASS(result, call))
+
+#define ADD(result, native, call) ADD_WITH(NULL, result, native, call)
 
 CUresult make_cuGraphAddKernelNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
 				      size_t numDependencies, const CUDA_KERNEL_NODE_PARAMS *nodeParams)
@@ -200,7 +202,7 @@ CUresult make_cuGraphAddMemsetNode(CUgraphNode *phGraphNode, CUgraph hGraph, con
 CUresult make_cuGraphAddEmptyNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
 				  size_t numDependencies)
 {
-	const struct mpsd_addition addition = { phGraphNode, hGraph, dependencies, numDependencies };
+	const struct mpsd_addition addition = { phGraphNode, hGraph, dependencies, numDependencies, NULL };
 
 	return mpsd_node_add(&addition, (struct mpsd_node){ .op = NULL }, NULL);
 }
@@ -224,9 +226,9 @@ CUresult make_cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const 
 	CUgraph native = NULL;
 	CUresult result = CUDA_ERROR_NOT_SUPPORTED;
 
-	if (nodeParams && mpsd_edges_are_plain(dependencyData, numDependencies))
+	if (nodeParams)
 		result = any(nodeParams, NULL, &node, &native);
-	return ADD(result, native,
+	return ADD_WITH(dependencyData, result, native,
 		   inner_cuGraphAddNode_v2(phGraphNode, hGraph, dependencies, dependencyData, numDependencies,
 					   nodeParams));
 }

@@ -10,9 +10,15 @@
 
 #define FIRST_ROOM 8
 
-struct mpsd_graph *mpsd_graph_new(CUstream origin, bool is_built)
+static uint64_t new_descent(void)
 {
 	static atomic_uint_least64_t descents;
+
+	return atomic_fetch_add(&descents, 1) + 1;
+}
+
+struct mpsd_graph *mpsd_graph_new(CUstream origin, bool is_built)
+{
 	struct mpsd_graph *graph = calloc(1, sizeof(*graph));
 
 	if (!graph)
@@ -20,7 +26,7 @@ struct mpsd_graph *mpsd_graph_new(CUstream origin, bool is_built)
 	graph->references = 1;
 	graph->origin = origin;
 	graph->is_built = is_built;
-	graph->descent = atomic_fetch_add(&descents, 1) + 1;
+	graph->descent = new_descent();
 	return graph;
 }
 
@@ -36,6 +42,7 @@ void mpsd_node_let_go(const struct mpsd_node *node)
 		mpsd_op_free(node->op);
 	mpsd_graph_let_go(node->child);
 	free(node->after);
+	free(node->edges);
 }
 
 void mpsd_graph_let_go(struct mpsd_graph *graph)
@@ -152,17 +159,85 @@ bool mpsd_graph_append(struct mpsd_graph *graph, struct mpsd_node node)
 	return true;
 }
 
-bool mpsd_graph_depends(struct mpsd_graph *graph, unsigned int from, unsigned int to)
+static const CUgraphEdgeData plain;
+
+/* There is a place for the data of one more edge. False: no memory. */
+static bool have_edges(struct mpsd_node *node)
+{
+	CUgraphEdgeData *larger = realloc(node->edges, (node->count + 1) * sizeof(*larger));
+
+	if (!larger)
+		return false;
+	for (unsigned int i = 0; !node->edges && i < node->count; i++)
+		larger[i] = plain;
+	node->edges = larger;
+	return true;
+}
+
+bool mpsd_graph_depends(struct mpsd_graph *graph, unsigned int from, unsigned int to, const CUgraphEdgeData *edge)
 {
 	struct mpsd_node *node = &graph->nodes[to];
+	bool is_plain = mpsd_edges_are_plain(edge, 1);
 	unsigned int *larger = realloc(node->after, (node->count + 1) * sizeof(*larger));
 
 	if (!larger)
 		return false;
 	node->after = larger;
+	if ((!is_plain || node->edges) && !have_edges(node))
+		return false;
+	if (node->edges)
+		node->edges[node->count] = is_plain ? plain : *edge;
 	node->after[node->count++] = from;
 	graph->is_unordered = graph->is_unordered || from >= to;
 	return true;
+}
+
+static void drop_edge(struct mpsd_node *node, unsigned int edge)
+{
+	node->count--;
+	for (unsigned int i = edge; i < node->count; i++) {
+		node->after[i] = node->after[i + 1];
+		if (node->edges)
+			node->edges[i] = node->edges[i + 1];
+	}
+}
+
+bool mpsd_graph_parts(struct mpsd_graph *graph, unsigned int from, unsigned int to, const CUgraphEdgeData *edge)
+{
+	struct mpsd_node *node = &graph->nodes[to];
+
+	for (unsigned int i = 0; i < node->count; i++) {
+		if (node->after[i] != from || memcmp(node->edges ? &node->edges[i] : &plain, edge ? edge : &plain, sizeof(plain)))
+			continue;
+		drop_edge(node, i);
+		return true;
+	}
+	return false;
+}
+
+/* Numbers above that of a node that went are one less. */
+static void forget_number(struct mpsd_node *node, unsigned int number)
+{
+	for (unsigned int i = 0; i < node->count;) {
+		if (node->after[i] == number) {
+			drop_edge(node, i);
+			continue;
+		}
+		node->after[i] -= node->after[i] > number;
+		i++;
+	}
+}
+
+void mpsd_graph_strike(struct mpsd_graph *graph, unsigned int number)
+{
+	mpsd_node_let_go(&graph->nodes[number]);
+	graph->count--;
+	for (unsigned int i = number; i < graph->count; i++)
+		graph->nodes[i] = graph->nodes[i + 1];
+	for (unsigned int i = 0; i < graph->count; i++)
+		forget_number(&graph->nodes[i], number);
+	graph->descent = new_descent();
+	graph->copied = 0;
 }
 
 /* It shares what the other is. */
@@ -177,6 +252,7 @@ static void become(struct mpsd_graph *graph, unsigned int number, const struct m
 	share(node);
 	graph->has_host = graph->has_host || has_host(node);
 	before.after = NULL;
+	before.edges = NULL;
 	mpsd_node_let_go(&before);
 }
 
@@ -205,15 +281,20 @@ unsigned int mpsd_graph_number_native(const struct mpsd_graph *graph, CUgraphNod
 /* What it is it shares. */
 static bool copy_node(struct mpsd_node node, struct mpsd_graph *to)
 {
-	unsigned int *after = node.after;
+	const unsigned int *after = node.after;
+	const CUgraphEdgeData *edges = node.edges;
 
-	node.after = NULL;
-	if (after) {
-		node.after = malloc(node.count * sizeof(*after));
-		if (!node.after)
-			return false;
-		memcpy(node.after, after, node.count * sizeof(*after));
+	node.after = after ? malloc((node.count + 1) * sizeof(*after)) : NULL;
+	node.edges = edges ? malloc((node.count + 1) * sizeof(*edges)) : NULL;
+	if (!node.after != !after || !node.edges != !edges) {
+		free(node.after);
+		free(node.edges);
+		return false;
 	}
+	if (after)
+		memcpy(node.after, after, node.count * sizeof(*after));
+	if (edges)
+		memcpy(node.edges, edges, node.count * sizeof(*edges));
 	share(&node);
 	return mpsd_graph_append(to, node);
 }
@@ -227,11 +308,25 @@ static struct mpsd_graph *copy(const struct mpsd_graph *graph)
 		is = copy_node(graph->nodes[i], made);
 	if (is) {
 		made->descent = graph->descent;
+		made->copied = graph->copied;
+		made->copied_count = graph->copied_count;
 		made->is_unordered = graph->is_unordered;
 		return made;
 	}
 	mpsd_graph_let_go(made);
 	return NULL;
+}
+
+struct mpsd_graph *mpsd_graph_clone(const struct mpsd_graph *graph)
+{
+	struct mpsd_graph *made = copy(graph);
+
+	if (made) {
+		made->descent = new_descent();
+		made->copied = graph->descent;
+		made->copied_count = graph->count;
+	}
+	return made;
 }
 
 struct mpsd_graph *mpsd_graph_own(struct mpsd_made *made)

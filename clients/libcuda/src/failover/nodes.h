@@ -15,6 +15,7 @@ struct mpsd_node {
 	struct mpsd_graph *child;	/* a reference to it */
 	CUcontext context;		/* what the program called that which it is to run in; NULL: it named none */
 	unsigned int *after, count;	/* nodes of the same graph */
+	CUgraphEdgeData *edges;		/* of each of those; NULL: they are plain */
 };
 
 struct mpsd_graph {
@@ -25,6 +26,8 @@ struct mpsd_graph {
 	struct mpsd_node *nodes;
 	unsigned int count, room;
 	uint64_t descent;		/* that of those that it is a copy of */
+	uint64_t copied;		/* the descent of the graph that it was cloned from; 0: of none */
+	unsigned int copied_count;	/* and the nodes that had */
 	bool is_unordered;		/* something comes after what was made later */
 };
 
@@ -37,11 +40,20 @@ struct mpsd_graph *mpsd_graph_new(CUstream origin, bool is_built);
  */
 bool mpsd_graph_append(struct mpsd_graph *graph, struct mpsd_node node);
 
-/* `to` comes after `from`. False: no memory. */
-bool mpsd_graph_depends(struct mpsd_graph *graph, unsigned int from, unsigned int to);
+/* `to` comes after `from`; `edge` NULL: it is plain. False: no memory. */
+bool mpsd_graph_depends(struct mpsd_graph *graph, unsigned int from, unsigned int to, const CUgraphEdgeData *edge);
+
+/* It does so no more. False: there was no such edge. */
+bool mpsd_graph_parts(struct mpsd_graph *graph, unsigned int from, unsigned int to, const CUgraphEdgeData *edge);
+
+/* That node goes, with its edges; those behind it have other numbers. */
+void mpsd_graph_strike(struct mpsd_graph *graph, unsigned int number);
 
 /* A copy in which that node is what the other is, which it shares. NULL: no memory. */
 struct mpsd_graph *mpsd_graph_with(const struct mpsd_graph *graph, unsigned int number, const struct mpsd_node *node);
+
+/* One of its own descent, as cuGraphClone() makes it; its nodes have the names of the other's. NULL: no memory. */
+struct mpsd_graph *mpsd_graph_clone(const struct mpsd_graph *graph);
 
 /* The same of the graph, or the executable one, of that name. AGAIN: the copy was left. */
 CUresult mpsd_node_note(const void *name, unsigned int number, const struct mpsd_node *node);
@@ -77,6 +89,21 @@ CUresult mpsd_graph_make(const struct mpsd_graph *graph, CUgraph *native, CUgrap
  */
 CUresult mpsd_exec_make(const struct mpsd_graph *graph, unsigned int flags, CUgraphExec *exec, struct mpsd_put *put);
 
+/*
+ * captured.c: a capture into a graph of the program's has ended so. What was captured is the graph's from now on, where that
+ * can be known. AGAIN: the copy was left.
+ */
+CUresult mpsd_captured_into(CUresult result, CUgraph name, struct mpsd_graph *captured);
+
+/*
+ * Before the program adds nodes or edges to a graph, or takes them away: one that was captured consists of nodes from then
+ * on, for it is not captured again as it was. It is there in this copy.
+ */
+void mpsd_captured_built(CUgraph name);
+
+/* Under the lock: nodes that the program knows of have other numbers now. */
+void mpsd_captured_number(const struct mpsd_graph *graph);
+
 /* graph.c: the one node that what is captured next comes after; NULL: there is none, or several. */
 CUgraphNode mpsd_capture_last(CUstream native);
 
@@ -92,6 +119,7 @@ struct mpsd_addition {
 	CUgraph graph;
 	const CUgraphNode *after;
 	size_t count;
+	const CUgraphEdgeData *edges;	/* NULL: they are plain */
 };
 
 /* These take what the node is. `child`: what this copy calls it. */
@@ -99,6 +127,13 @@ CUresult mpsd_node_add(const struct mpsd_addition *addition, struct mpsd_node no
 CUresult mpsd_node_become(CUgraphNode name, struct mpsd_node node);
 
 void mpsd_node_let_go(const struct mpsd_node *node);
+
+/* Edges in an array of the driver's, by natives, put into or out of a graph of the copy of this call; `edges` NULL: plain. */
+CUresult mpsd_edges_add(CUgraph graph, const CUgraphNode *from, const CUgraphNode *to, const CUgraphEdgeData *edges,
+			size_t count);
+
+/* Under the lock: of a graph that consists of nodes, as the record's own. NULL: it is not known so. */
+struct mpsd_graph *mpsd_built_own(CUgraph name);
 
 /* Edges that say no more than that one node comes after another. */
 bool mpsd_edges_are_plain(const CUgraphEdgeData *data, size_t count);
