@@ -8,8 +8,14 @@ from collections.abc import Callable, Sequence
 from faultinject.programs.devices.instance import Driver
 from tests.support.rows import DEVICE, Box, box
 
-KERNEL, MEMCPY, MEMSET, HOST, GRAPH, EMPTY = range(6)
+KERNEL, MEMCPY, MEMSET, HOST, GRAPH, EMPTY, WAIT_EVENT, EVENT_RECORD, SIGNAL = range(9)
+ALLOCATE, FREE, MEMORY, CONDITIONAL = range(10, 14)
 """CUgraphNodeType."""
+
+PRIORITY, COOPERATIVE = 8, 2
+"""Numbers of CUkernelNodeAttrID whose value is one word."""
+WRITE_32 = 2
+"""CU_STREAM_MEM_OP_WRITE_VALUE_32."""
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _WORD = ctypes.c_uint32
@@ -57,6 +63,25 @@ class HostParams(ctypes.Structure):
     _fields_ = [("fn", ctypes.c_void_p), ("userData", ctypes.c_void_p)]
 
 
+class MemoryOp(ctypes.Structure):
+    """CUstreamBatchMemOpParams."""
+
+    _fields_ = [
+        ("operation", ctypes.c_int),
+        ("address", _HANDLE),
+        ("value", _HANDLE),
+        ("flags", _WORD),
+        ("alias", _HANDLE),
+        ("rest", _HANDLE),
+    ]
+
+
+class MemoryParams(ctypes.Structure):
+    """CUDA_BATCH_MEM_OP_NODE_PARAMS."""
+
+    _fields_ = [("ctx", _HANDLE), ("count", _WORD), ("each", ctypes.c_void_p), ("flags", _WORD)]
+
+
 class _Union(ctypes.Union):
     _fields_ = [
         ("kernel", KernelParams),
@@ -64,6 +89,8 @@ class _Union(ctypes.Union):
         ("copy", CopyParams),
         ("graph", _HANDLE),
         ("host", HostParams),
+        ("event", _HANDLE),
+        ("memory", MemoryParams),
         ("bytes", ctypes.c_char * 232),
     ]
 
@@ -156,10 +183,45 @@ class Nodes:
 
     def host(self, graph: int, does: Callable[[], object], after: Sequence[int] = ()) -> int:
         """Add a host callback."""
+        return self.any(graph, self.params(HOST, host=self.calling(does)), after)
+
+    def signal(self, graph: int, after: Sequence[int] = ()) -> int:
+        """Add a node that signals no external semaphore: a kind that is not followed."""
+        return self.any(graph, self.params(SIGNAL), after)
+
+    def calling(self, does: Callable[[], object]) -> HostParams:
         function = _FUNCTION(lambda _: does() and None)
         self._held.append(function)
-        given = HostParams(fn=ctypes.cast(function, ctypes.c_void_p).value)
-        return self.any(graph, self.params(HOST, host=given), after)
+        return HostParams(fn=ctypes.cast(function, ctypes.c_void_p).value)
+
+    def record(self, graph: int, event: int, after: Sequence[int] = ()) -> int:
+        return self._new("cuGraphAddEventRecordNode", graph, after, event)
+
+    def wait(self, graph: int, event: int, after: Sequence[int] = ()) -> int:
+        return self._new("cuGraphAddEventWaitNode", graph, after, event)
+
+    def writing(self, address: int, value: int) -> MemoryParams:
+        """Return the memory operation that writes one word."""
+        each = (MemoryOp * 1)(MemoryOp(operation=WRITE_32, address=address, value=value))
+        self._held.append(each)
+        return MemoryParams(ctx=self._driver.context, count=1, each=ctypes.addressof(each))
+
+    def write(self, graph: int, address: int, value: int, after: Sequence[int] = ()) -> int:
+        return self._new("cuGraphAddBatchMemOpNode", graph, after, ctypes.byref(self.writing(address, value)))
+
+    def attribute(self, node: int, which: int, value: int | None = None) -> int:
+        """Return an attribute of a kernel node, after setting it if a value is given."""
+        found = (_WORD * 16)(value or 0)
+        if value is not None:
+            self._driver("cuGraphKernelNodeSetAttribute", node, which, found)
+        self._driver("cuGraphKernelNodeGetAttribute", node, which, found)
+        return found[0]
+
+    def clone(self, graph: int) -> int:
+        return self._driver.made("cuGraphClone", graph)
+
+    def cloned(self, node: int, clone: int) -> int:
+        return self._driver.made("cuGraphNodeFindInClone", node, clone)
 
     def depend(self, graph: int, first: Sequence[int], then: Sequence[int]) -> int:
         handles = [(_HANDLE * len(each))(*each) for each in (first, then)]

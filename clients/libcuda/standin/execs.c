@@ -155,6 +155,14 @@ API CUresult cuGraphInstantiateWithParams(CUgraphExec *phGraphExec, CUgraph hGra
 	return result;
 }
 
+static CUresult submit_part(CUstream stream, const struct operation *operation)
+{
+	bool is_event = operation->type == CU_GRAPH_NODE_TYPE_EVENT_RECORD ||
+			operation->type == CU_GRAPH_NODE_TYPE_WAIT_EVENT;
+
+	return is_event ? submit_event(stream, operation) : submit(stream, operation);
+}
+
 API CUresult cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 {
 	CUstream stream;
@@ -166,7 +174,7 @@ API CUresult cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 	if (result != CUDA_SUCCESS)
 		return result;
 	for (size_t i = 0; i < hGraphExec->count && result == CUDA_SUCCESS; i++)
-		result = submit(stream, &hGraphExec->parts[i].operation);
+		result = submit_part(stream, &hGraphExec->parts[i].operation);
 	return leave(result);
 }
 
@@ -200,8 +208,8 @@ API CUresult cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGraph, CUgrap
 	return gate_node(is ? CUDA_SUCCESS : CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE);
 }
 
-static CUresult change(CUgraphExec exec, CUgraphNode node, CUgraphNodeType type, CUresult prepared,
-		       const struct operation *operation)
+CUresult change_exec(CUgraphExec exec, CUgraphNode node, CUgraphNodeType type, CUresult prepared,
+		     const struct operation *operation)
 {
 	size_t i = 0;
 
@@ -226,7 +234,7 @@ API CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec hGraphExec, CUgraphNo
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	return gate_node(leave(change(hGraphExec, hNode, CU_GRAPH_NODE_TYPE_KERNEL,
+	return gate_node(leave(change_exec(hGraphExec, hNode, CU_GRAPH_NODE_TYPE_KERNEL,
 				      prepare_kernel(nodeParams, &operation), &operation)));
 }
 
@@ -241,7 +249,7 @@ API CUresult cuGraphExecMemcpyNodeSetParams(CUgraphExec hGraphExec, CUgraphNode 
 	if (result != CUDA_SUCCESS)
 		return result;
 	result = ctx == context ? prepare_box(copyParams, &operation, &wait) : CUDA_ERROR_INVALID_VALUE;
-	return leave(change(hGraphExec, hNode, CU_GRAPH_NODE_TYPE_MEMCPY, result, &operation));
+	return leave(change_exec(hGraphExec, hNode, CU_GRAPH_NODE_TYPE_MEMCPY, result, &operation));
 }
 
 API CUresult cuGraphExecMemsetNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
@@ -258,7 +266,7 @@ API CUresult cuGraphExecMemsetNodeSetParams(CUgraphExec hGraphExec, CUgraphNode 
 					memsetParams->value, memsetParams->elementSize, memsetParams->width,
 					memsetParams->height, &operation)
 			 : CUDA_ERROR_INVALID_VALUE;
-	return leave(change(hGraphExec, hNode, CU_GRAPH_NODE_TYPE_MEMSET, result, &operation));
+	return leave(change_exec(hGraphExec, hNode, CU_GRAPH_NODE_TYPE_MEMSET, result, &operation));
 }
 
 API CUresult cuGraphExecChildGraphNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, CUgraph childGraph)
@@ -286,6 +294,8 @@ API CUresult cuGraphExecNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
 {
 	CUDA_KERNEL_NODE_PARAMS kernel;
 	CUDA_MEMSET_NODE_PARAMS set;
+	CUDA_HOST_NODE_PARAMS host;
+	CUDA_BATCH_MEM_OP_NODE_PARAMS memory;
 	CUcontext context = NULL;
 
 	if (!nodeParams)
@@ -302,6 +312,16 @@ API CUresult cuGraphExecNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
 		return cuGraphExecMemsetNodeSetParams(hGraphExec, hNode, &set, context);
 	case CU_GRAPH_NODE_TYPE_GRAPH:
 		return cuGraphExecChildGraphNodeSetParams(hGraphExec, hNode, nodeParams->graph.graph);
+	case CU_GRAPH_NODE_TYPE_HOST:
+		memcpy(&host, &nodeParams->host, sizeof(host));
+		return cuGraphExecHostNodeSetParams(hGraphExec, hNode, &host);
+	case CU_GRAPH_NODE_TYPE_EVENT_RECORD:
+		return cuGraphExecEventRecordNodeSetEvent(hGraphExec, hNode, nodeParams->eventRecord.event);
+	case CU_GRAPH_NODE_TYPE_WAIT_EVENT:
+		return cuGraphExecEventWaitNodeSetEvent(hGraphExec, hNode, nodeParams->eventWait.event);
+	case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
+		memcpy(&memory, &nodeParams->memOp, sizeof(memory));
+		return cuGraphExecBatchMemOpNodeSetParams(hGraphExec, hNode, &memory);
 	default:
 		return CUDA_ERROR_NOT_SUPPORTED;
 	}

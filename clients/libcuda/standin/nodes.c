@@ -241,6 +241,8 @@ API CUresult cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const C
 	CUDA_KERNEL_NODE_PARAMS kernel;
 	CUDA_MEMSET_NODE_PARAMS set;
 	CUDA_HOST_NODE_PARAMS host;
+	CUDA_BATCH_MEM_OP_NODE_PARAMS memory;
+	CUDA_EXT_SEM_SIGNAL_NODE_PARAMS signals;
 	CUcontext context = NULL;
 
 	(void)dependencyData;
@@ -268,6 +270,19 @@ API CUresult cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const C
 	case CU_GRAPH_NODE_TYPE_HOST:
 		memcpy(&host, &nodeParams->host, sizeof(host));
 		return cuGraphAddHostNode(phGraphNode, hGraph, dependencies, numDependencies, &host);
+	case CU_GRAPH_NODE_TYPE_EVENT_RECORD:
+		return cuGraphAddEventRecordNode(phGraphNode, hGraph, dependencies, numDependencies,
+						 nodeParams->eventRecord.event);
+	case CU_GRAPH_NODE_TYPE_WAIT_EVENT:
+		return cuGraphAddEventWaitNode(phGraphNode, hGraph, dependencies, numDependencies,
+					       nodeParams->eventWait.event);
+	case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
+		memcpy(&memory, &nodeParams->memOp, sizeof(memory));
+		return cuGraphAddBatchMemOpNode(phGraphNode, hGraph, dependencies, numDependencies, &memory);
+	case CU_GRAPH_NODE_TYPE_EXT_SEMAS_SIGNAL:
+		memcpy(&signals, &nodeParams->extSemSignal, sizeof(signals));
+		return cuGraphAddExternalSemaphoresSignalNode(phGraphNode, hGraph, dependencies, numDependencies,
+							      &signals);
 	default:
 		return CUDA_ERROR_NOT_SUPPORTED;
 	}
@@ -358,7 +373,7 @@ API CUresult cuGraphKernelNodeGetParams_v2(CUgraphNode hNode, CUDA_KERNEL_NODE_P
 
 /* Changed */
 
-static CUresult change(CUgraphNode node, CUgraphNodeType type, CUresult prepared, const struct operation *operation)
+CUresult change_node(CUgraphNode node, CUgraphNodeType type, CUresult prepared, const struct operation *operation)
 {
 	if (prepared != CUDA_SUCCESS)
 		return prepared;
@@ -376,7 +391,7 @@ API CUresult cuGraphKernelNodeSetParams_v2(CUgraphNode hNode, const CUDA_KERNEL_
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	result = change(hNode, CU_GRAPH_NODE_TYPE_KERNEL, prepare_kernel(nodeParams, &operation), &operation);
+	result = change_node(hNode, CU_GRAPH_NODE_TYPE_KERNEL, prepare_kernel(nodeParams, &operation), &operation);
 	if (result == CUDA_SUCCESS)
 		hNode->kernel = *nodeParams;
 	return gate_node(leave(result));
@@ -391,7 +406,7 @@ API CUresult cuGraphMemcpyNodeSetParams(CUgraphNode hNode, const CUDA_MEMCPY3D *
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	return leave(change(hNode, CU_GRAPH_NODE_TYPE_MEMCPY, prepare_box(nodeParams, &operation, &wait), &operation));
+	return leave(change_node(hNode, CU_GRAPH_NODE_TYPE_MEMCPY, prepare_box(nodeParams, &operation, &wait), &operation));
 }
 
 API CUresult cuGraphMemsetNodeSetParams(CUgraphNode hNode, const CUDA_MEMSET_NODE_PARAMS *nodeParams)
@@ -402,5 +417,5 @@ API CUresult cuGraphMemsetNodeSetParams(CUgraphNode hNode, const CUDA_MEMSET_NOD
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	return leave(change(hNode, CU_GRAPH_NODE_TYPE_MEMSET, prepare_set(nodeParams, &operation), &operation));
+	return leave(change_node(hNode, CU_GRAPH_NODE_TYPE_MEMSET, prepare_set(nodeParams, &operation), &operation));
 }

@@ -223,6 +223,16 @@ CUresult fill_rows(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, s
 /* event.c */
 void close_events(CUcontext context);	/* after its streams */
 
+/* With the lock: what a node of a graph does that records the event, or waits for it; and a launch of that. */
+CUresult prepare_event(CUevent event, CUgraphNodeType type, struct operation *operation);
+CUresult submit_event(CUstream stream, const struct operation *operation);
+
+/* memops.c: likewise, of memory operations. */
+CUresult prepare_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS *given, struct operation *operation);
+
+/* hostfunc.c: of a function of the host. */
+CUresult prepare_host(const CUDA_HOST_NODE_PARAMS *given, struct operation *operation);
+
 #define NODE_ATTRIBUTES (CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT + 1)
 
 /* graph.c */
@@ -262,6 +272,9 @@ CUgraphNode add_node(CUgraph graph, CUgraphNodeType type, const struct operation
 bool is_node(const struct CUgraphNode_st *node);
 
 /* nodes.c: as a call of cuda.h that adds one; with the lock where `operation` needs it. */
+CUresult change_node(CUgraphNode node, CUgraphNodeType type, CUresult prepared, const struct operation *operation);
+CUresult change_exec(CUgraphExec exec, CUgraphNode node, CUgraphNodeType type, CUresult prepared,
+		     const struct operation *operation);
 bool are_of(const struct CUgraph_st *graph, const CUgraphNode *nodes, size_t count);
 CUresult new_node(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count, CUgraphNodeType type,
 		  const struct operation *operation);

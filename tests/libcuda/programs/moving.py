@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from faultinject.programs.devices.instance import Driver, DriverError
+from tests.support import nodes as kinds
 from tests.support.nodes import EMPTY, GRAPH, HOST, KERNEL, MEMCPY, MEMSET, Nodes
 
 IMAGE = b"standin module\nkernel add add 0\nkernel late add 200000\nkernel fill fill 0\n"
@@ -235,7 +236,7 @@ def in_child(expression: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-__all__ = ["EMPTY", "GRAPH", "HOST", "KERNEL", "MEMCPY", "MEMSET"]
+__all__ = ["EMPTY", "GRAPH", "HOST", "KERNEL", "MEMCPY", "MEMSET", "kinds"]
 
 gpu = Program()
 nodes = Nodes(gpu)

@@ -176,9 +176,24 @@ static CUresult issue_part(const struct mpsd_op *op, void *stream)
 	if (op->kind == MPSD_OP_GRAPH)
 		return mpsd_op_issue_parts(op, stream);
 	/* Of what was captured these are edges. */
-	if (op->kind == MPSD_OP_WAIT || (op->kind == MPSD_OP_RECORD && !op->event.is_flagged))
+	if (op->kind == MPSD_OP_WAIT || (op->kind == MPSD_OP_RECORD && !mpsd_op_is_event_node(op)))
 		return CUDA_SUCCESS;
+	/* Outside of a capture that is an event like any other. */
+	if (op->kind == MPSD_OP_RECORD)
+		return inner_cuEventRecord(mpsd_native(op->event.event), stream);
 	return issue_alone(op, stream);
+}
+
+static CUresult capture_part(const struct mpsd_op *op, void *stream)
+{
+	if (op->kind == MPSD_OP_GRAPH)
+		return mpsd_op_capture_parts(op, stream);
+	return mpsd_op_is_event_node(op) ? issue_alone(op, stream) : issue_part(op, stream);
+}
+
+CUresult mpsd_op_capture_parts(const struct mpsd_op *op, CUstream stream)
+{
+	return mpsd_graph_each(op->graph.graph, capture_part, stream);
 }
 
 CUresult mpsd_op_issue_parts(const struct mpsd_op *op, CUstream stream)
@@ -225,6 +240,8 @@ CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent eve
 		return mpsd_host_issue(op->host, stream);
 	case MPSD_OP_MEMORY:
 		return mpsd_memops_issue(op->memory, stream);
+	case MPSD_OP_CALL:
+		return inner_cuLaunchHostFunc(stream, op->call.function, op->call.data);
 	default:
 		return inner_cuStreamWaitEvent(stream, event, op->event.flags);
 	}

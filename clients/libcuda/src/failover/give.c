@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "exact/state.h"
+#include "failover/cast.h"
 #include "failover/nodes.h"
 
 static CUresult give_kernel(const struct mpsd_node *node, struct mpsd_node_place *place)
@@ -68,6 +69,62 @@ static CUresult give_child(const struct mpsd_node *node, struct mpsd_node_place 
 	return inner_cuGraphAddChildGraphNode(&place->node, place->graph, place->after, node->count, child);
 }
 
+static CUresult give_call(const struct mpsd_node *node, struct mpsd_node_place *place)
+{
+	const CUDA_HOST_NODE_PARAMS given = { node->op->call.function, node->op->call.data };
+
+	if (place->exec)
+		return inner_cuGraphExecHostNodeSetParams(place->exec, place->node, &given);
+	if (place->node)
+		return inner_cuGraphHostNodeSetParams(place->node, &given);
+	return inner_cuGraphAddHostNode(&place->node, place->graph, place->after, node->count, &given);
+}
+
+static CUresult give_memory(const struct mpsd_node *node, struct mpsd_node_place *place)
+{
+	CUDA_BATCH_MEM_OP_NODE_PARAMS given = mpsd_memops_native(node->op->memory, node->context);
+	CUresult result;
+
+	if (!given.paramArray)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	if (place->exec)
+		result = inner_cuGraphExecBatchMemOpNodeSetParams(place->exec, place->node, &given);
+	else if (place->node)
+		result = inner_cuGraphBatchMemOpNodeSetParams(place->node, &given);
+	else
+		result = inner_cuGraphAddBatchMemOpNode(&place->node, place->graph, place->after, node->count, &given);
+	free(given.paramArray);
+	return result;
+}
+
+static CUresult give_record(const struct mpsd_node *node, struct mpsd_node_place *place, CUevent event)
+{
+	if (place->exec)
+		return inner_cuGraphExecEventRecordNodeSetEvent(place->exec, place->node, event);
+	if (place->node)
+		return inner_cuGraphEventRecordNodeSetEvent(place->node, event);
+	return inner_cuGraphAddEventRecordNode(&place->node, place->graph, place->after, node->count, event);
+}
+
+static CUresult give_wait(const struct mpsd_node *node, struct mpsd_node_place *place, CUevent event)
+{
+	if (place->exec)
+		return inner_cuGraphExecEventWaitNodeSetEvent(place->exec, place->node, event);
+	if (place->node)
+		return inner_cuGraphEventWaitNodeSetEvent(place->node, event);
+	return inner_cuGraphAddEventWaitNode(&place->node, place->graph, place->after, node->count, event);
+}
+
+/* A new node whose event has gone since does nothing. */
+static CUresult give_event(const struct mpsd_node *node, struct mpsd_node_place *place)
+{
+	CUevent name = node->op->event.event;
+
+	if (!place->exec && !place->node && mpsd_tables()->moves && mpsd_cast_is_gone(name))
+		return inner_cuGraphAddEmptyNode(&place->node, place->graph, place->after, node->count);
+	return (node->op->kind == MPSD_OP_RECORD ? give_record : give_wait)(node, place, mpsd_native(name));
+}
+
 static CUresult give(const struct mpsd_node *node, struct mpsd_node_place *place)
 {
 	if (node->child)
@@ -79,6 +136,13 @@ static CUresult give(const struct mpsd_node *node, struct mpsd_node_place *place
 		return give_kernel(node, place);
 	case MPSD_OP_COPY:
 		return give_copy(node, place);
+	case MPSD_OP_CALL:
+		return give_call(node, place);
+	case MPSD_OP_MEMORY:
+		return give_memory(node, place);
+	case MPSD_OP_RECORD:
+	case MPSD_OP_WAIT:
+		return give_event(node, place);
 	default:
 		return give_set(node, place);
 	}

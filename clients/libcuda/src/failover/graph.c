@@ -25,6 +25,7 @@ static struct mpsd_session *session_of_event(CUevent event)
 	for (struct mpsd_session *session = mpsd_sessions; session; session = session->next)
 		for (unsigned int i = 0; i < session->graph->count; i++)
 			if (session->graph->nodes[i].op->kind == MPSD_OP_RECORD && !session->is_spoiled &&
+			    !mpsd_op_is_event_node(session->graph->nodes[i].op) &&
 			    session->graph->nodes[i].op->event.event == event &&
 			    !session->graph->nodes[i].op->event.is_elsewhere)
 				return session;
@@ -72,7 +73,8 @@ static void part_with(CUevent event)
 		for (unsigned int i = 0; i < session->graph->count; i++) {
 			struct mpsd_op *op = session->graph->nodes[i].op;
 
-			if ((op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT) && op->event.event == event)
+			if ((op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT) && op->event.event == event &&
+			    !mpsd_op_is_event_node(op))
 				op->event.is_elsewhere = true;
 		}
 }
@@ -122,18 +124,16 @@ static void lend(struct mpsd_op *op)
 /* Under the lock. */
 static CUresult append(struct mpsd_graph *graph, struct mpsd_op *op)
 {
-	bool is_node = op->kind != MPSD_OP_RECORD && op->kind != MPSD_OP_WAIT;
+	bool is_node = (op->kind != MPSD_OP_RECORD && op->kind != MPSD_OP_WAIT) || mpsd_op_is_event_node(op);
 	struct mpsd_node node = { .op = op, .native = is_node ? mpsd_capture_last(mpsd_native(op->stream)) : NULL };
 
 	return mpsd_graph_append(graph, node) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/* Events that are nodes, or edges that kernels make: in another copy they would be others than the program's. */
+/* Edges that kernels make: in another copy they would be of others than the program's events. */
 static bool is_of_events(const struct mpsd_op *op)
 {
-	return (op->kind == MPSD_OP_RECORD && op->event.flags & CU_EVENT_RECORD_EXTERNAL) ||
-	       (op->kind == MPSD_OP_WAIT && op->event.flags & CU_EVENT_WAIT_EXTERNAL) ||
-	       (op->kind == MPSD_OP_LAUNCH && mpsd_launch_records_event(op));
+	return op->kind == MPSD_OP_LAUNCH && mpsd_launch_records_event(op);
 }
 
 /* One that waits for an event by whose name something was captured: is it in that capture now? */
@@ -161,7 +161,7 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 	mpsd_sessions_lock();
 	said = find_session(op, &session);
 	/* Done again beside captures, or in this one, it is not done once more by another that goes on. */
-	if (op->kind == MPSD_OP_RECORD)
+	if (op->kind == MPSD_OP_RECORD && !mpsd_op_is_event_node(op))
 		part_with(op->event.event);
 	/* What may be for a capture must not be noted as done beside it: the next copy says which it is. */
 	is = session || mpsd_is_loss(said);
@@ -181,7 +181,7 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 	}
 	mpsd_sessions_unlock();
 	if (is && is_opaque && *result == CUDA_SUCCESS)
-		mpsd_line_opaque("a capture with external event nodes");
+		mpsd_line_opaque("a captured kernel that records an event");
 	return is;
 }
 

@@ -65,6 +65,8 @@ CUresult mpsd_exec_native(CUgraphExec name, CUgraphExec *native);
 
 /* What a graph to be launched consists of (mpsd_made_graph()). */
 CUresult mpsd_graph_each(const struct mpsd_graph *graph, CUresult (*call)(const struct mpsd_op *op, void *with), void *with);
+/* The same of one that records events, waits for them, or for words in memory; nothing of another one. */
+void mpsd_graph_each_special(const struct mpsd_graph *graph, CUresult (*call)(const struct mpsd_op *op, void *with));
 bool mpsd_graph_has_host(const struct mpsd_graph *graph);	/* it reads or writes memory of the host's */
 struct mpsd_graph *mpsd_graph_hold(struct mpsd_graph *graph);
 void mpsd_graph_let_go(struct mpsd_graph *graph);

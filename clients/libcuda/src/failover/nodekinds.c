@@ -10,26 +10,46 @@
 #define NOT_FOLLOWED "a graph node of an untracked type"
 
 /* After the driver was told: the program is not carried over, unless nothing came of it. */
-static CUresult passed(CUresult result)
+static CUresult passed(CUresult result, const char *why)
 {
-	result = mpsd_line_made(result, NOT_FOLLOWED);
+	result = mpsd_line_made(result, why);
 	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
 /* What is missing is missing in any copy. */
-static CUresult refused(CUresult result)
+static CUresult refused(CUresult result, const char *why)
 {
 	if (result == CUDA_ERROR_INVALID_VALUE)
 		return result;
-	mpsd_line_opaque(NOT_FOLLOWED);
+	mpsd_line_opaque(why);
 	return CUDA_ERROR_NOT_SUPPORTED;
 }
 
+/* The kind by its name, for the program's status. */
+static const char *why_not(const CUgraphNodeParams *given)
+{
+	switch (given ? (int)given->type : -1) {
+	case CU_GRAPH_NODE_TYPE_MEM_ALLOC:
+		return "a memory allocation node in a graph";
+	case CU_GRAPH_NODE_TYPE_MEM_FREE:
+		return "a memory free node in a graph";
+	case CU_GRAPH_NODE_TYPE_EXT_SEMAS_SIGNAL:
+	case CU_GRAPH_NODE_TYPE_EXT_SEMAS_WAIT:
+		return "an external semaphore node in a graph";
+	case CU_GRAPH_NODE_TYPE_CONDITIONAL:
+		return "a conditional node in a graph";
+	default:
+		return NOT_FOLLOWED;
+	}
+}
+
 /* In another copy than the first one its handles would lead astray. */
-#define PASS(result, call)									\
+#define PASS_WHY(result, why, call)								\
 	(mpsd_is_loss(result) || (result) == MPSD_AGAIN ? (result)				\
-	 : mpsd_tables()->moves			      ? refused(result)			\
-						      : passed(call))
+	 : mpsd_tables()->moves			      ? refused(result, why)			\
+						      : passed(call, why))
+
+#define PASS(result, call) PASS_WHY(result, NOT_FOLLOWED, call)
 
 /* What a node was until now: of a graph, or of an executable one. */
 struct before {
@@ -127,6 +147,48 @@ static CUresult child(CUgraph given, CUgraph *native, struct mpsd_node *node)
 	return result != CUDA_SUCCESS || node->child ? result : CUDA_ERROR_NOT_SUPPORTED;
 }
 
+static CUresult host(const CUDA_HOST_NODE_PARAMS *given, const struct mpsd_op *before, struct mpsd_node *node)
+{
+	if (!given || !given->fn)
+		return CUDA_ERROR_INVALID_VALUE;
+	return made(mpsd_call_of_node(given->fn, given->userData), before, NULL, node);
+}
+
+static CUresult memory(const CUDA_BATCH_MEM_OP_NODE_PARAMS *given, const struct mpsd_op *before, struct mpsd_node *node)
+{
+	return given ? made(mpsd_memops_of_node(given), before, given->ctx, node) : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult event(CUevent given, enum mpsd_op_kind kind, const struct mpsd_op *before, struct mpsd_node *node)
+{
+	struct mpsd_op *op = given ? calloc(1, sizeof(*op)) : NULL;
+
+	if (!op)
+		return given ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
+	op->kind = kind;
+	op->event.event = given;
+	op->event.flags = kind == MPSD_OP_RECORD ? CU_EVENT_RECORD_EXTERNAL : CU_EVENT_WAIT_EXTERNAL;
+	op->event.is_flagged = kind == MPSD_OP_RECORD;
+	return made(op, before, NULL, node);
+}
+
+static CUresult any_of_host(const CUDA_HOST_NODE_PARAMS_v2 *given, const struct mpsd_op *before, struct mpsd_node *node)
+{
+	const CUDA_HOST_NODE_PARAMS plain = { given->fn, given->userData };
+
+	/* The calls by which it is made again have none of these. */
+	return given->syncMode || given->ctx ? CUDA_ERROR_NOT_SUPPORTED : host(&plain, before, node);
+}
+
+static CUresult any_of_memory(const CUDA_BATCH_MEM_OP_NODE_PARAMS_v2 *given, const struct mpsd_op *before,
+			      struct mpsd_node *node)
+{
+	const CUDA_BATCH_MEM_OP_NODE_PARAMS plain = { or_current(given->ctx), given->count, given->paramArray,
+						      given->flags };
+
+	return memory(&plain, before, node);
+}
+
 static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before, struct mpsd_node *node, CUgraph *native)
 {
 	const CUDA_KERNEL_NODE_PARAMS_v3 *k = &given->kernel;
@@ -151,6 +213,14 @@ static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before
 		return set(&memset, or_current(s->ctx), before, node);
 	case CU_GRAPH_NODE_TYPE_GRAPH:
 		return given->graph.ownership ? CUDA_ERROR_NOT_SUPPORTED : child(given->graph.graph, native, node);
+	case CU_GRAPH_NODE_TYPE_HOST:
+		return any_of_host(&given->host, before, node);
+	case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
+		return any_of_memory(&given->memOp, before, node);
+	case CU_GRAPH_NODE_TYPE_EVENT_RECORD:
+		return event(given->eventRecord.event, MPSD_OP_RECORD, before, node);
+	case CU_GRAPH_NODE_TYPE_WAIT_EVENT:
+		return event(given->eventWait.event, MPSD_OP_WAIT, before, node);
 	case CU_GRAPH_NODE_TYPE_EMPTY:
 		*node = (struct mpsd_node){ .op = NULL };
 		return CUDA_SUCCESS;
@@ -161,13 +231,13 @@ static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before
 
 /* Added */
 
-#define ADD_WITH(edges, result, native, call)									\
+#define ADD_WITH(edges, why, result, native, call)								\
 	((result) == CUDA_SUCCESS										\
 		 ? mpsd_node_add(&(struct mpsd_addition){ phGraphNode, hGraph, dependencies, numDependencies, edges },	\
 				 node, native)										\
-		 : PASS(result, call))
+		 : PASS_WHY(result, why, call))
 
-#define ADD(result, native, call) ADD_WITH(NULL, result, native, call)
+#define ADD(result, native, call) ADD_WITH(NULL, NOT_FOLLOWED, result, native, call)
 
 CUresult make_cuGraphAddKernelNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
 				      size_t numDependencies, const CUDA_KERNEL_NODE_PARAMS *nodeParams)
@@ -218,6 +288,44 @@ CUresult make_cuGraphAddChildGraphNode(CUgraphNode *phGraphNode, CUgraph hGraph,
 		   inner_cuGraphAddChildGraphNode(phGraphNode, hGraph, dependencies, numDependencies, childGraph));
 }
 
+CUresult make_cuGraphAddHostNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				 size_t numDependencies, const CUDA_HOST_NODE_PARAMS *nodeParams)
+{
+	struct mpsd_node node;
+	CUresult result = host(nodeParams, NULL, &node);
+
+	return ADD(result, NULL,
+		   inner_cuGraphAddHostNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams));
+}
+
+CUresult make_cuGraphAddBatchMemOpNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				       size_t numDependencies, const CUDA_BATCH_MEM_OP_NODE_PARAMS *nodeParams)
+{
+	struct mpsd_node node;
+	CUresult result = memory(nodeParams, NULL, &node);
+
+	return ADD(result, NULL,
+		   inner_cuGraphAddBatchMemOpNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams));
+}
+
+#define ADD_EVENT(kind, function)								\
+	struct mpsd_node node;									\
+	CUresult result = event(of, kind, NULL, &node);					\
+												\
+	return ADD(result, NULL, function(phGraphNode, hGraph, dependencies, numDependencies, of))
+
+CUresult make_cuGraphAddEventRecordNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+					size_t numDependencies, CUevent of)
+{
+	ADD_EVENT(MPSD_OP_RECORD, inner_cuGraphAddEventRecordNode);
+}
+
+CUresult make_cuGraphAddEventWaitNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				      size_t numDependencies, CUevent of)
+{
+	ADD_EVENT(MPSD_OP_WAIT, inner_cuGraphAddEventWaitNode);
+}
+
 CUresult make_cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
 				const CUgraphEdgeData *dependencyData, size_t numDependencies,
 				CUgraphNodeParams *nodeParams)
@@ -228,7 +336,7 @@ CUresult make_cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const 
 
 	if (nodeParams)
 		result = any(nodeParams, NULL, &node, &native);
-	return ADD_WITH(dependencyData, result, native,
+	return ADD_WITH(dependencyData, why_not(nodeParams), result, native,
 		   inner_cuGraphAddNode_v2(phGraphNode, hGraph, dependencies, dependencyData, numDependencies,
 					   nodeParams));
 }
@@ -240,14 +348,14 @@ CUresult make_cuGraphAddNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUg
 	CUgraph native = NULL;
 	CUresult result = nodeParams ? any(nodeParams, NULL, &node, &native) : CUDA_ERROR_INVALID_VALUE;
 
-	return ADD(result, native,
+	return ADD_WITH(NULL, why_not(nodeParams), result, native,
 		   inner_cuGraphAddNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams));
 }
 
 /* Something else from now on: in the graph, which executable graphs that are there do not see */
 
-#define BECOME(of, find, call)									\
-	struct before before = look_before(of, hNode);						\
+#define BECOME(graph_, find, call)									\
+	struct before before = look_before(graph_, hNode);						\
 	struct mpsd_node node;									\
 	CUresult result = find;									\
 												\
@@ -271,6 +379,46 @@ CUresult make_cuGraphMemsetNodeSetParams(CUgraphNode hNode, const CUDA_MEMSET_NO
 {
 	BECOME(mpsd_node_graph(hNode), set(nodeParams, before.context, before.op, &node),
 	       inner_cuGraphMemsetNodeSetParams(hNode, nodeParams));
+}
+
+CUresult make_cuGraphHostNodeSetParams(CUgraphNode hNode, const CUDA_HOST_NODE_PARAMS *nodeParams)
+{
+	BECOME(mpsd_node_graph(hNode), host(nodeParams, before.op, &node),
+	       inner_cuGraphHostNodeSetParams(hNode, nodeParams));
+}
+
+CUresult make_cuGraphBatchMemOpNodeSetParams(CUgraphNode hNode, const CUDA_BATCH_MEM_OP_NODE_PARAMS *nodeParams)
+{
+	BECOME(mpsd_node_graph(hNode), memory(nodeParams, before.op, &node),
+	       inner_cuGraphBatchMemOpNodeSetParams(hNode, nodeParams));
+}
+
+CUresult make_cuGraphEventRecordNodeSetEvent(CUgraphNode hNode, CUevent of)
+{
+	BECOME(mpsd_node_graph(hNode), event(of, MPSD_OP_RECORD, before.op, &node),
+	       inner_cuGraphEventRecordNodeSetEvent(hNode, of));
+}
+
+CUresult make_cuGraphEventWaitNodeSetEvent(CUgraphNode hNode, CUevent of)
+{
+	BECOME(mpsd_node_graph(hNode), event(of, MPSD_OP_WAIT, before.op, &node),
+	       inner_cuGraphEventWaitNodeSetEvent(hNode, of));
+}
+
+/* What an embedded graph is cannot be set so. */
+static CUresult any_but_graph(const CUgraphNodeParams *given, const struct mpsd_op *before, struct mpsd_node *node)
+{
+	CUgraph native = NULL;
+
+	if (!given)
+		return CUDA_ERROR_INVALID_VALUE;
+	return given->type == CU_GRAPH_NODE_TYPE_GRAPH ? CUDA_ERROR_NOT_SUPPORTED : any(given, before, node, &native);
+}
+
+CUresult make_cuGraphNodeSetParams(CUgraphNode hNode, CUgraphNodeParams *nodeParams)
+{
+	BECOME(mpsd_node_graph(hNode), any_but_graph(nodeParams, before.op, &node),
+	       inner_cuGraphNodeSetParams(hNode, nodeParams));
 }
 
 /* The same in an executable graph alone */
@@ -329,4 +477,30 @@ CUresult make_cuGraphExecNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode
 	CUgraph native = NULL;
 	CHANGE(nodeParams ? any(nodeParams, before.op, &node, &native) : CUDA_ERROR_INVALID_VALUE, native,
 	       inner_cuGraphExecNodeSetParams(hGraphExec, hNode, nodeParams));
+}
+
+CUresult make_cuGraphExecHostNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
+					   const CUDA_HOST_NODE_PARAMS *nodeParams)
+{
+	CHANGE(host(nodeParams, before.op, &node), NULL,
+	       inner_cuGraphExecHostNodeSetParams(hGraphExec, hNode, nodeParams));
+}
+
+CUresult make_cuGraphExecBatchMemOpNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
+						 const CUDA_BATCH_MEM_OP_NODE_PARAMS *nodeParams)
+{
+	CHANGE(memory(nodeParams, before.op, &node), NULL,
+	       inner_cuGraphExecBatchMemOpNodeSetParams(hGraphExec, hNode, nodeParams));
+}
+
+CUresult make_cuGraphExecEventRecordNodeSetEvent(CUgraphExec hGraphExec, CUgraphNode hNode, CUevent of)
+{
+	CHANGE(event(of, MPSD_OP_RECORD, before.op, &node), NULL,
+	       inner_cuGraphExecEventRecordNodeSetEvent(hGraphExec, hNode, of));
+}
+
+CUresult make_cuGraphExecEventWaitNodeSetEvent(CUgraphExec hGraphExec, CUgraphNode hNode, CUevent of)
+{
+	CHANGE(event(of, MPSD_OP_WAIT, before.op, &node), NULL,
+	       inner_cuGraphExecEventWaitNodeSetEvent(hGraphExec, hNode, of));
 }

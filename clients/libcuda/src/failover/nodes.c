@@ -140,6 +140,16 @@ static bool has_host(const struct mpsd_node *node)
 	       (op && op->kind == MPSD_OP_SET && op->set.is_outside);
 }
 
+static bool is_special(const struct mpsd_node *node)
+{
+	const struct mpsd_op *op = node->op;
+
+	if (op && op->kind == MPSD_OP_GRAPH)
+		return op->graph.graph && op->graph.graph->is_special;
+	return (node->child && node->child->is_special) || (op && op->kind == MPSD_OP_MEMORY) ||
+	       (op && mpsd_op_is_event_node(op));
+}
+
 bool mpsd_graph_append(struct mpsd_graph *graph, struct mpsd_node node)
 {
 	unsigned int room = graph->room ? 2 * graph->room : FIRST_ROOM;
@@ -156,6 +166,7 @@ bool mpsd_graph_append(struct mpsd_graph *graph, struct mpsd_node node)
 	}
 	graph->nodes[graph->count++] = node;
 	graph->has_host = graph->has_host || has_host(&node);
+	graph->is_special = graph->is_special || is_special(&node);
 	return true;
 }
 
@@ -251,6 +262,7 @@ static void become(struct mpsd_graph *graph, unsigned int number, const struct m
 	node->context = other->context;
 	share(node);
 	graph->has_host = graph->has_host || has_host(node);
+	graph->is_special = graph->is_special || is_special(node);
 	before.after = NULL;
 	before.edges = NULL;
 	mpsd_node_let_go(&before);
@@ -388,6 +400,20 @@ CUresult mpsd_graph_each(const struct mpsd_graph *graph, CUresult (*call)(const 
 	}
 	free(made);
 	return result;
+}
+
+void mpsd_graph_each_special(const struct mpsd_graph *graph, CUresult (*call)(const struct mpsd_op *op, void *with))
+{
+	for (unsigned int i = 0; graph->is_special && i < graph->count; i++) {
+		const struct mpsd_node *node = &graph->nodes[i];
+
+		if (node->op && node->op->kind == MPSD_OP_GRAPH)
+			mpsd_graph_each_special(node->op->graph.graph, call);
+		else if (node->op)
+			call(node->op, NULL);
+		else if (node->child)
+			mpsd_graph_each_special(node->child, call);
+	}
 }
 
 bool mpsd_graph_has_host(const struct mpsd_graph *graph)

@@ -23,6 +23,7 @@ struct mpsd_graph {
 	CUstream origin;		/* of the capture */
 	bool is_built;			/* node by node */
 	bool has_host;			/* it reads or writes memory of the host's */
+	bool is_special;		/* it records events, waits for them, or for words in memory */
 	struct mpsd_node *nodes;
 	unsigned int count, room;
 	uint64_t descent;		/* that of those that it is a copy of */

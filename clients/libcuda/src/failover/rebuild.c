@@ -6,7 +6,15 @@
 #include "failover/cast.h"
 #include "failover/nodes.h"
 
-/* None of the program's own: its events must not change. */
+/* None of the program's own, for its events must not change; but for one that is a node. */
+static CUresult cast_event(struct mpsd_cast *cast, const struct mpsd_op *op, CUevent *event)
+{
+	if (!mpsd_op_is_event_node(op) || mpsd_cast_is_gone(op->event.event))
+		return mpsd_cast_event(cast, op->event.event, event);
+	*event = mpsd_native(op->event.event);
+	return CUDA_SUCCESS;
+}
+
 static CUresult capture_again(const struct mpsd_graph *graph, struct mpsd_cast *cast, CUgraphNode *natives)
 {
 	CUresult result = CUDA_SUCCESS;
@@ -18,12 +26,12 @@ static CUresult capture_again(const struct mpsd_graph *graph, struct mpsd_cast *
 
 		result = mpsd_cast_stream(cast, op->stream, &stream);
 		if (result == CUDA_SUCCESS && (op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT))
-			result = mpsd_cast_event(cast, op->event.event, &event);
+			result = cast_event(cast, op, &event);
 		if (result == CUDA_SUCCESS)
 			result = mpsd_cast_joined(op, stream);
 		/* Of a graph its parts: what it was launched as may be nowhere in this copy yet. */
 		if (result == CUDA_SUCCESS && op->kind == MPSD_OP_GRAPH)
-			result = mpsd_op_issue_parts(op, stream);
+			result = mpsd_op_capture_parts(op, stream);
 		else if (result == CUDA_SUCCESS)
 			result = mpsd_op_issue_on(op, stream, event);
 		if (natives && graph->nodes[i].native && op->kind != MPSD_OP_GRAPH)
