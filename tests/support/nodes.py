@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from faultinject.programs.devices.instance import Driver
 from tests.support.rows import DEVICE, Box, box
@@ -132,9 +133,11 @@ class Nodes:
     def graph(self) -> int:
         return self._driver.made("cuGraphCreate", 0)
 
-    def kernel(self, name: str, *values: int, library: bool = False) -> KernelParams:
+    def kernel(
+        self, name: str, *values: int, library: bool = False, kinds: Sequence[type[Any]] = ADD
+    ) -> KernelParams:
         """One block of one thread."""
-        held = [kind(value) for kind, value in zip(ADD, values, strict=True)]
+        held = [kind(value) for kind, value in zip(kinds, values, strict=True)]
         pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
         self._held += [held, pointers]
         handle = {"kern" if library else "func": self._driver.functions[name]}
@@ -144,9 +147,10 @@ class Nodes:
     def add(
         self, graph: int, name: str, *values: int, after: Sequence[int] = (), library: bool = False
     ) -> int:
-        return self._new(
-            "cuGraphAddKernelNode_v2", graph, after, ctypes.byref(self.kernel(name, *values, library=library))
-        )
+        return self.add_kernel(graph, self.kernel(name, *values, library=library), after)
+
+    def add_kernel(self, graph: int, kernel: KernelParams, after: Sequence[int] = ()) -> int:
+        return self._new("cuGraphAddKernelNode_v2", graph, after, ctypes.byref(kernel))
 
     def set(self, graph: int, address: int, value: int, words: int, after: Sequence[int] = ()) -> int:
         given = ctypes.byref(self.setting(address, value, words))
