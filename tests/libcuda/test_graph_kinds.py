@@ -302,3 +302,57 @@ def test_a_kind_that_is_not_followed_is_named_and_works(post: Post, ask: Program
     assert launched(ask) == (1, 0)
     assert ask("len(nodes.of(g))") == "2"
     ask.end()
+
+
+@MODES
+def test_calls_of_older_versions(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    line = post.greet(mode)
+    start(ask)
+    ask("older = lambda call, *given, of: gpu.code(call, *given, ctypes.byref(nodes.kernel(*of)))")
+    ask("g = nodes.graph(); o, x, result = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int()")
+    add = "older('cuGraphAddKernelNode', ctypes.byref(o), g, None, ctypes.c_size_t(0), of=('add', m, 8, 1))"
+    instantiate = "gpu.code('cuGraphInstantiate_v2', ctypes.byref(x), g, None, None, ctypes.c_size_t(0))"
+    assert ask(f"{add}, {instantiate}") == "(0, 0)"
+    ask("a = o.value; x = x.value")
+    stand_by(line, second, copies)
+    assert launched(ask) == (1, 0)
+    break_domain(domain)
+    assert move(line).text == ""
+    assert launched(ask) == (2, 0)
+    assert ask("older('cuGraphExecKernelNodeSetParams', x, a, of=('add', m, 8, 10))") == "0"
+    assert launched(ask) == (12, 0)
+    assert ask("older('cuGraphKernelNodeSetParams', a, of=('add', m, 8, 100))") == "0"
+    assert ask("gpu.code('cuGraphExecUpdate', x, g, None, ctypes.byref(result)), result.value") == "(0, 0)"
+    assert launched(ask) == (112, 0)
+    assert line.is_silent()
+    assert ask.end() == ""
+
+
+PROGRAMMATIC = "(ctypes.c_uint8 * 8)(1, 0, 1)"
+"""CUgraphEdgeData of a programmatic edge from port 1."""
+
+
+@MODES
+def test_edges_with_data(
+    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    line = post.greet(mode)
+    start(ask)
+    ask("g = nodes.graph(); a, b, c = (nodes.add(g, 'add', m, 8, n) for n in (1, 2, 4))")
+    edges = f"gpu.code('cuGraphAddDependencies_v2', g, *[(ctypes.c_uint64 * 1)(of) for of in (a, b)], {PROGRAMMATIC}, 1)"
+    assert ask(edges) == "0"
+    ask("h = nodes.params(KERNEL, kernel=nodes.kernel('add', m, 8, 8))")
+    added = f"(ctypes.c_uint64 * 1)(b), {PROGRAMMATIC}, ctypes.c_size_t(1), ctypes.byref(h)"
+    ask(f"d = gpu.made('cuGraphAddNode_v2', g, {added}); x = nodes.executable(g)")
+    for generation, (home, away) in enumerate(((domain, second), (second, third)), 1):
+        stand_by(line, away, copies, generation)
+        break_domain(home)
+        assert move(line, generation).text == ""
+        assert launched(ask) == (15 * generation, 0)
+        assert ask("[nodes.data(each) for each in (b, c, d)]") == "[[(1, 0, 1)], [], [(1, 0, 1)]]"
+    parts = edges.replace("AddDependencies", "RemoveDependencies")
+    assert ask(f"{parts}, nodes.before(b)") == "(0, [])"
+    assert line.is_silent()
+    assert ask.end() == ""

@@ -268,6 +268,13 @@ class Nodes:
         self._driver("cuGraphNodeGetDependencies_v2", node, found, None, ctypes.byref(count))
         return list(found)
 
+    def data(self, node: int) -> list[tuple[int, int, int]]:
+        """Return the data of the edges to a node: ports and type."""
+        count = ctypes.c_size_t(32)
+        found, data = (_HANDLE * 32)(), (ctypes.c_uint8 * (8 * 32))()
+        self._driver("cuGraphNodeGetDependencies_v2", node, found, data, ctypes.byref(count))
+        return [(data[8 * i], data[8 * i + 1], data[8 * i + 2]) for i in range(count.value)]
+
     def type(self, node: int) -> int:
         found = ctypes.c_int()
         self._driver("cuGraphNodeGetType", node, ctypes.byref(found))

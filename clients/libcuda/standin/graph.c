@@ -59,6 +59,7 @@ static void free_node(CUgraphNode node)
 {
 	free_graph(node->child);
 	free(node->after);
+	free(node->data);
 	is_gone(node);
 	free(node);
 }
@@ -68,8 +69,11 @@ static void drop_edges(CUgraphNode node, const struct CUgraphNode_st *to)
 	size_t kept = 0;
 
 	for (size_t i = 0; i < node->count; i++)
-		if (node->after[i] != to)
+		if (node->after[i] != to) {
+			if (node->data)
+				node->data[kept] = node->data[i];
 			node->after[kept++] = node->after[i];
+		}
 	node->count = kept;
 }
 

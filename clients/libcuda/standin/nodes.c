@@ -27,13 +27,24 @@ API CUresult cuGraphDestroy(CUgraph hGraph)
 	return CUDA_SUCCESS;
 }
 
-static CUresult come_after(CUgraphNode node, const CUgraphNode *others, size_t count)
+/* `data`: NULL, or that of each edge. */
+static CUresult come_after(CUgraphNode node, const CUgraphNode *others, const CUgraphEdgeData *data, size_t count)
 {
 	CUgraphNode *larger = realloc(node->after, (node->count + count + 1) * sizeof(*larger));
+	CUgraphEdgeData *kept = calloc(node->count + count + 1, sizeof(*kept));
 
-	if (!larger)
+	if (larger)
+		node->after = larger;
+	if (!larger || !kept) {
+		free(kept);
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	node->after = larger;
+	}
+	if (node->data)
+		memcpy(kept, node->data, node->count * sizeof(*kept));
+	if (data)
+		memcpy(kept + node->count, data, count * sizeof(*kept));
+	free(node->data);
+	node->data = kept;
 	for (size_t i = 0; i < count; i++)
 		node->after[node->count++] = others[i];
 	return CUDA_SUCCESS;
@@ -58,7 +69,7 @@ CUresult new_node(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, siz
 	*out = add_node(graph, type, operation);
 	if (!*out)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	result = come_after(*out, after, count);
+	result = come_after(*out, after, NULL, count);
 	if (result != CUDA_SUCCESS)
 		*out = NULL;
 	return result;
@@ -168,7 +179,8 @@ static CUgraph copy_into(CUgraph graph, const struct CUgraph_st *other)
 		for (size_t k = 0; is && k < other->nodes[i]->count; k++) {
 			CUgraphNode after = node_like(graph, other, other->nodes[i]->after[k]);
 
-			is = come_after(graph->nodes[i], &after, 1) == CUDA_SUCCESS;
+			is = come_after(graph->nodes[i], &after, other->nodes[i]->data ? &other->nodes[i]->data[k] : NULL,
+					1) == CUDA_SUCCESS;
 		}
 	}
 	if (is)
@@ -244,10 +256,16 @@ API CUresult cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const C
 	CUDA_BATCH_MEM_OP_NODE_PARAMS memory;
 	CUDA_EXT_SEM_SIGNAL_NODE_PARAMS signals;
 	CUcontext context = NULL;
+	CUresult result;
 
-	(void)dependencyData;
 	if (!nodeParams)
 		return CUDA_ERROR_INVALID_VALUE;
+	if (dependencyData) {
+		if (numDependencies && (!is_graph(hGraph) || !are_of(hGraph, dependencies, numDependencies)))
+			return CUDA_ERROR_INVALID_VALUE;
+		result = cuGraphAddNode_v2(phGraphNode, hGraph, NULL, NULL, 0, nodeParams);
+		return result == CUDA_SUCCESS ? come_after(*phGraphNode, dependencies, dependencyData, numDependencies) : result;
+	}
 	switch (nodeParams->type) {
 	case CU_GRAPH_NODE_TYPE_KERNEL:
 		memcpy(&kernel, &nodeParams->kernel, sizeof(kernel));
@@ -293,11 +311,10 @@ API CUresult cuGraphAddDependencies_v2(CUgraph hGraph, const CUgraphNode *from, 
 {
 	CUresult result = CUDA_SUCCESS;
 
-	(void)edgeData;
 	if (!is_graph(hGraph) || !are_of(hGraph, from, numDependencies) || !are_of(hGraph, to, numDependencies))
 		return CUDA_ERROR_INVALID_VALUE;
 	for (size_t i = 0; i < numDependencies && result == CUDA_SUCCESS; i++)
-		result = come_after(to[i], &from[i], 1);
+		result = come_after(to[i], &from[i], edgeData ? &edgeData[i] : NULL, 1);
 	return gate_node(result);
 }
 
@@ -310,8 +327,11 @@ static bool part(CUgraphNode node, const struct CUgraphNode_st *other)
 	if (i == node->count)
 		return false;
 	node->count--;
-	for (; i < node->count; i++)
+	for (; i < node->count; i++) {
 		node->after[i] = node->after[i + 1];
+		if (node->data)
+			node->data[i] = node->data[i + 1];
+	}
 	return true;
 }
 
@@ -346,12 +366,29 @@ API CUresult cuGraphGetNodes(CUgraph hGraph, CUgraphNode *nodes, size_t *numNode
 					  : CUDA_ERROR_INVALID_VALUE);
 }
 
+static bool has_data(const struct CUgraphNode_st *node)
+{
+	static const CUgraphEdgeData none;
+
+	for (size_t i = 0; node->data && i < node->count; i++)
+		if (memcmp(&node->data[i], &none, sizeof(none)))
+			return true;
+	return false;
+}
+
+/* That data is not left out is documented, and not measured. */
 API CUresult cuGraphNodeGetDependencies_v2(CUgraphNode hNode, CUgraphNode *dependencies, CUgraphEdgeData *edgeData,
 					   size_t *numDependencies)
 {
-	(void)edgeData;
-	return is_node(hNode) ? tell(dependencies, numDependencies, hNode->after, hNode->count)
-			      : CUDA_ERROR_INVALID_VALUE;
+	size_t room = numDependencies ? *numDependencies : 0;
+
+	if (!is_node(hNode))
+		return CUDA_ERROR_INVALID_VALUE;
+	if (!edgeData && has_data(hNode))
+		return CUDA_ERROR_LOSSY_QUERY;
+	for (size_t i = 0; edgeData && i < room && i < hNode->count; i++)
+		edgeData[i] = hNode->data ? hNode->data[i] : (CUgraphEdgeData){ 0 };
+	return tell(dependencies, numDependencies, hNode->after, hNode->count);
 }
 
 API CUresult cuGraphNodeGetType(CUgraphNode hNode, CUgraphNodeType *type)

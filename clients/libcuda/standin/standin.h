@@ -245,6 +245,7 @@ struct CUgraphNode_st {
 	CUDA_MEMCPY3D copy;
 	CUDA_MEMSET_NODE_PARAMS set;
 	CUgraphNode *after;
+	CUgraphEdgeData *data;		/* of each of those edges, which means nothing here; NULL: none has any */
 	size_t count;
 	CUkernelNodeAttrValue attributes[NODE_ATTRIBUTES];
 	struct CUgraphNode_st *original;	/* of the graph that this is a copy of; NULL: of none */

@@ -85,26 +85,37 @@ static bool is_edge(const struct mpsd_op *op)
 	return (op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT) && !mpsd_op_is_event_node(op);
 }
 
+#define FIRST_ROOM 16
+
 struct before {
 	CUgraphNode *nodes;
 	CUgraphEdgeData *edges;
 	size_t count;
 };
 
+static bool have_room(struct before *before, size_t room)
+{
+	free(before->nodes);
+	free(before->edges);
+	before->nodes = calloc(room, sizeof(*before->nodes));
+	before->edges = calloc(room, sizeof(*before->edges));
+	before->count = room;
+	return before->nodes && before->edges;
+}
+
+/* cuda.h: how many there are is told to who asks for their data, too, and nothing tells that there are more. */
 static CUresult ask_before(CUgraphNode native, struct before *before)
 {
-	CUresult result;
+	CUresult result = CUDA_ERROR_NOT_SUPPORTED;
 
-	if (!mpsd_tables()->real[MPSD_cuGraphNodeGetDependencies_v2])
-		return CUDA_ERROR_NOT_SUPPORTED;
-	result = real_cuGraphNodeGetDependencies_v2(native, NULL, NULL, &before->count);
-	if (result != CUDA_SUCCESS)
-		return result;
-	before->nodes = calloc(before->count + 1, sizeof(*before->nodes));
-	before->edges = calloc(before->count + 1, sizeof(*before->edges));
-	if (!before->nodes || !before->edges)
-		return CUDA_ERROR_OUT_OF_MEMORY;
-	return real_cuGraphNodeGetDependencies_v2(native, before->nodes, before->edges, &before->count);
+	for (size_t room = FIRST_ROOM; mpsd_tables()->real[MPSD_cuGraphNodeGetDependencies_v2]; room *= 2) {
+		if (!have_room(before, room))
+			return CUDA_ERROR_OUT_OF_MEMORY;
+		result = real_cuGraphNodeGetDependencies_v2(native, before->nodes, before->edges, &before->count);
+		if (result != CUDA_SUCCESS || before->count < room)
+			return result;
+	}
+	return result;
 }
 
 /* Their numbers, into the node; it takes what is known of the edges. False: one of them is none that is known. */
