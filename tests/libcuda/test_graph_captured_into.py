@@ -1,4 +1,4 @@
-"""Captures into graphs of the program's own (cuStreamBeginCaptureToGraph) continue in another driver instance."""
+"""Captures into graphs of the program's own continue in another driver instance."""
 
 from __future__ import annotations
 
@@ -32,7 +32,14 @@ def begin(ask: Program, after: str = "") -> None:
 @MODES
 @pytest.mark.parametrize("done", range(4))
 def test_a_capture_into_an_empty_graph(
-    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int, done: int
+    domain: Domain,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    mode: int,
+    done: int,
 ) -> None:
     """The graph is then used as XLA uses it: as a child of a graph that is built node by node."""
     line = post.greet(mode)
@@ -67,7 +74,14 @@ def check(ask: Program, step: str) -> None:
 @MODES
 @pytest.mark.parametrize("done", range(4))
 def test_a_capture_behind_nodes_of_a_graph(
-    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int, done: int
+    domain: Domain,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    mode: int,
+    done: int,
 ) -> None:
     line = post.greet(mode)
     start(ask)
@@ -102,7 +116,14 @@ def test_a_capture_behind_nodes_of_a_graph(
 @MODES
 @pytest.mark.parametrize("call", ["kernel", "edge", "no edge", "no node"])
 def test_a_captured_graph_that_is_changed_by_hand(
-    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int, call: str
+    domain: Domain,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    mode: int,
+    call: str,
 ) -> None:
     line = post.greet(mode)
     start(ask)
@@ -141,13 +162,16 @@ def test_a_captured_graph_that_is_changed_by_hand(
 def test_a_capture_into_a_graph_that_fails(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
 ) -> None:
-    """What the driver leaves in such a graph is unknown; the program is protected as long as it does not use it."""
+    """What the driver leaves in such a graph is unknown; a program that does not use it is protected."""
     line = post.greet(mode)
     start(ask)
     ask("g = nodes.graph(); t = gpu.made('cuStreamCreate', 1); e = gpu.made('cuEventCreate', 0)")
     stand_by(line, second, copies)
     begin(ask)
-    assert ask(f"{ADD_M}, gpu.code('cuEventRecord', e, s), gpu.code('cuStreamWaitEvent', t, e, 0)") == "(0, 0, 0)"
+    assert (
+        ask(f"{ADD_M}, gpu.code('cuEventRecord', e, s), gpu.code('cuStreamWaitEvent', t, e, 0)")
+        == "(0, 0, 0)"
+    )
     assert ask("gpu.run('add', n, 8, 10, stream=t)") == "0"
     assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(o))") == "904"
     assert line.is_silent()
@@ -170,7 +194,10 @@ def test_a_failed_capture_into_a_graph_is_named_when_it_is_used(post: Post, ask:
     start(ask)
     ask("g = nodes.graph(); t = gpu.made('cuStreamCreate', 1); e = gpu.made('cuEventCreate', 0)")
     begin(ask)
-    assert ask(f"{ADD_M}, gpu.code('cuEventRecord', e, s), gpu.code('cuStreamWaitEvent', t, e, 0)") == "(0, 0, 0)"
+    assert (
+        ask(f"{ADD_M}, gpu.code('cuEventRecord', e, s), gpu.code('cuStreamWaitEvent', t, e, 0)")
+        == "(0, 0, 0)"
+    )
     assert ask("gpu.run('add', n, 8, 10, stream=t)") == "0"
     assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(o))") == "904"
     ask("x = nodes.executable(g)")

@@ -1,4 +1,4 @@
-"""Nodes that record events, wait for them, call host callbacks, or write words; attributes; copies of graphs."""
+"""Nodes that record events, wait for them, call the host, or write words; attributes; copies of graphs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,17 @@ __all__ = ["ask", "backend", "copies", "domain", "gate", "post", "second", "thir
 
 ADDED = {
     "host": ("b = nodes.host(g, lambda: ran.append(1), [a])", "ran", "[1]"),
-    "any host": ("b = nodes.any(g, nodes.params(HOST, host=nodes.calling(lambda: ran.append(1))), [a])", "ran", "[1]"),
+    "any host": (
+        "b = nodes.any(g, nodes.params(HOST, host=nodes.calling(lambda: ran.append(1))), [a])",
+        "ran",
+        "[1]",
+    ),
     "word": ("b = nodes.write(g, n, 7, [a])", "gpu.word(n)", "7"),
-    "any word": ("b = nodes.any(g, nodes.params(kinds.MEMORY, memory=nodes.writing(n, 7)), [a])", "gpu.word(n)", "7"),
+    "any word": (
+        "b = nodes.any(g, nodes.params(kinds.MEMORY, memory=nodes.writing(n, 7)), [a])",
+        "gpu.word(n)",
+        "7",
+    ),
     "record": ("b = nodes.record(g, e, [a])", "gpu.code('cuEventSynchronize', e)", "0"),
     "any record": (
         "b = nodes.any(g, nodes.params(kinds.EVENT_RECORD, event=e), [a])",
@@ -30,7 +38,11 @@ ADDED = {
         "0",
     ),
     "wait": ("b = nodes.wait(g, e, [a])", "gpu.code('cuEventQuery', e)", "0"),
-    "any wait": ("b = nodes.any(g, nodes.params(kinds.WAIT_EVENT, event=e), [a])", "gpu.code('cuEventQuery', e)", "0"),
+    "any wait": (
+        "b = nodes.any(g, nodes.params(kinds.WAIT_EVENT, event=e), [a])",
+        "gpu.code('cuEventQuery', e)",
+        "0",
+    ),
 }
 """By kind: how it is added behind the node a, what then tells that it ran, and the answer."""
 
@@ -51,7 +63,14 @@ def begin(ask: Program) -> None:
 @MODES
 @pytest.mark.parametrize("kind", ADDED)
 def test_a_node_is_there_after_the_move(
-    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int, kind: str
+    domain: Domain,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    mode: int,
+    kind: str,
 ) -> None:
     line = post.greet(mode)
     begin(ask)
@@ -71,7 +90,9 @@ def test_a_node_is_there_after_the_move(
     break_domain(second)
     assert move(line, 2).text == ""
     assert [launched(ask, of)[0] for of in "yz"] == [33, 44]
-    assert ask("nodes.type(b) == nodes.type(c), nodes.before(b) == [a], len(nodes.of(g))") == "(False, True, 4)"
+    assert (
+        ask("nodes.type(b) == nodes.type(c), nodes.before(b) == [a], len(nodes.of(g))") == "(False, True, 4)"
+    )
     assert line.is_silent()
     assert ask.end() == ""
 
@@ -80,7 +101,15 @@ def test_a_node_is_there_after_the_move(
 @pytest.mark.parametrize("of", ["g", "x"])
 @pytest.mark.parametrize("kind", BECOMES)
 def test_a_node_is_what_it_was_changed_to(
-    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int, kind: str, of: str
+    domain: Domain,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    mode: int,
+    kind: str,
+    of: str,
 ) -> None:
     line = post.greet(mode)
     begin(ask)
@@ -120,7 +149,15 @@ CAPTURED = {
 @pytest.mark.parametrize("during", [True, False], ids=["moved in the capture", "moved after it"])
 @pytest.mark.parametrize("kind", CAPTURED)
 def test_what_is_captured_is_there_after_the_move(
-    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int, kind: str, during: bool
+    domain: Domain,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    mode: int,
+    kind: str,
+    during: bool,
 ) -> None:
     line = post.greet(mode)
     start(ask)
@@ -195,7 +232,10 @@ def test_a_host_callback_of_a_graph_runs_once_for_each_launch(
     line = post.greet(moving.EXACT)
     begin(ask)
     ask("b = nodes.host(g, lambda: ran.append(1), [a]); c = nodes.add(g, 'long', m, 8, 10, after=[b])")
-    ask("x = nodes.executable(g); y = nodes.graph(); nodes.host(y, lambda: ran.append(2)); y = nodes.executable(y)")
+    ask(
+        "x = nodes.executable(g); y = nodes.graph(); nodes.host(y, lambda: ran.append(2));"
+        " y = nodes.executable(y)"
+    )
     stand_by(line, second, copies)
     assert ask("gpu.code('cuGraphLaunch', x, s)") == "0"
     break_domain(domain)
@@ -224,7 +264,8 @@ def test_attributes_of_kernel_nodes(
     stand_by(line, third, copies, 2)
     break_domain(second)
     assert move(line, 2).text == ""
-    asked = "[(nodes.attribute(each, kinds.PRIORITY), nodes.attribute(each, kinds.COOPERATIVE)) for each in (a, b, c, d)]"
+    each = "(nodes.attribute(each, kinds.PRIORITY), nodes.attribute(each, kinds.COOPERATIVE))"
+    asked = f"[{each} for each in (a, b, c, d)]"
     assert ask(asked) == "[(2, 1), (2, 1), (0, 0), (5, 0)]"
     assert launched(ask) == (14, 0)
     assert line.is_silent()
@@ -238,14 +279,23 @@ def test_what_a_captured_kernel_has_of_its_stream(
     """A captured graph that becomes nodes keeps attributes that the driver took from elsewhere."""
     line = post.greet(mode)
     start(ask)
-    assert ask(f"{BEGIN}, gpu.run('add', m, 8, 1, stream=s), gpu.run('add', m, 8, 2, stream=s)") == "(None, 0, 0)"
+    assert (
+        ask(f"{BEGIN}, gpu.run('add', m, 8, 1, stream=s), gpu.run('add', m, 8, 2, stream=s)")
+        == "(None, 0, 0)"
+    )
     end(ask)
-    ask("a, b = nodes.of(g); nodes.attribute(a, kinds.PRIORITY, 3); c = nodes.add(g, 'add', n, 8, 5, after=[b])")
+    ask(
+        "a, b = nodes.of(g); nodes.attribute(a, kinds.PRIORITY, 3);"
+        " c = nodes.add(g, 'add', n, 8, 5, after=[b])"
+    )
     ask("x = nodes.executable(g)")
     stand_by(line, second, copies)
     break_domain(domain)
     assert move(line).text == ""
-    assert ask("[nodes.attribute(each, kinds.PRIORITY) for each in (a, b, c)], nodes.before(b) == [a]") == "([3, 0, 0], True)"
+    assert (
+        ask("[nodes.attribute(each, kinds.PRIORITY) for each in (a, b, c)], nodes.before(b) == [a]")
+        == "([3, 0, 0], True)"
+    )
     assert launched(ask) == (3, 5)
     assert line.is_silent()
     assert ask.end() == ""
@@ -254,27 +304,42 @@ def test_what_a_captured_kernel_has_of_its_stream(
 @MODES
 @pytest.mark.parametrize("captured", [True, False])
 def test_a_copy_of_a_graph(
-    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int, captured: bool
+    domain: Domain,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    ask: Program,
+    copies: Path,
+    mode: int,
+    captured: bool,
 ) -> None:
     line = post.greet(mode)
     start(ask)
     if captured:
-        assert ask(f"{BEGIN}, gpu.run('add', m, 8, 1, stream=s), gpu.run('add', n, 8, 2, stream=s)") == "(None, 0, 0)"
+        assert (
+            ask(f"{BEGIN}, gpu.run('add', m, 8, 1, stream=s), gpu.run('add', n, 8, 2, stream=s)")
+            == "(None, 0, 0)"
+        )
         end(ask)
         ask("a, b = nodes.of(g)")
     else:
-        ask("g = nodes.graph(); a = nodes.add(g, 'add', m, 8, 1); b = nodes.add(g, 'add', n, 8, 2, after=[a])")
+        ask(
+            "g = nodes.graph(); a = nodes.add(g, 'add', m, 8, 1); b = nodes.add(g, 'add', n, 8, 2, after=[a])"
+        )
     ask("c = nodes.clone(g); d = nodes.cloned(b, c)")
-    assert ask("d != b, nodes.become(d, nodes.kernel('add', n, 8, 20)), nodes.before(d) == [nodes.cloned(a, c)]") == (
-        "(True, 0, True)"
-    )
+    assert ask(
+        "d != b, nodes.become(d, nodes.kernel('add', n, 8, 20)), nodes.before(d) == [nodes.cloned(a, c)]"
+    ) == ("(True, 0, True)")
     ask("x, y = nodes.executable(g), nodes.executable(c)")
     stand_by(line, second, copies)
     break_domain(domain)
     assert move(line).text == ""
     assert [launched(ask, of) for of in "xy"] == [(1, 2), (2, 22)]
     assert ask("nodes.cloned(b, c) == d, len(nodes.of(c))") == "(True, 2)"
-    ask("h = nodes.clone(c); nodes.add(h, 'add', m, 8, 100, after=[nodes.cloned(d, h)]); z = nodes.executable(h)")
+    ask(
+        "h = nodes.clone(c); nodes.add(h, 'add', m, 8, 100, after=[nodes.cloned(d, h)]);"
+        " z = nodes.executable(h)"
+    )
     stand_by(line, third, copies, 2)
     break_domain(second)
     assert move(line, 2).text == ""
@@ -286,13 +351,15 @@ def test_a_copy_of_a_graph(
 
 NAMED = {
     "nodes.any(g, nodes.params(kinds.SIGNAL))": "an external semaphore node in a graph",
-    "gpu.code('cuGraphAddMemFreeNode', ctypes.byref(ctypes.c_uint64()), g, None, 0, m)": "cuGraphAddMemFreeNode",
+    "gpu.made('cuGraphAddMemFreeNode', g, None, 0, m)": "cuGraphAddMemFreeNode",
 }
 
 
 @MODES
 @pytest.mark.parametrize("call", NAMED)
-def test_a_kind_that_is_not_followed_is_named_and_works(post: Post, ask: Program, mode: int, call: str) -> None:
+def test_a_kind_that_is_not_followed_is_named_and_works(
+    post: Post, ask: Program, mode: int, call: str
+) -> None:
     line = post.greet(mode)
     start(ask)
     ask("g = nodes.graph(); a = nodes.add(g, 'add', m, 8, 1)")
@@ -341,7 +408,8 @@ def test_edges_with_data(
     line = post.greet(mode)
     start(ask)
     ask("g = nodes.graph(); a, b, c = (nodes.add(g, 'add', m, 8, n) for n in (1, 2, 4))")
-    edges = f"gpu.code('cuGraphAddDependencies_v2', g, *[(ctypes.c_uint64 * 1)(of) for of in (a, b)], {PROGRAMMATIC}, 1)"
+    ask("first, then = ((ctypes.c_uint64 * 1)(of) for of in (a, b))")
+    edges = f"gpu.code('cuGraphAddDependencies_v2', g, first, then, {PROGRAMMATIC}, 1)"
     assert ask(edges) == "0"
     ask("h = nodes.params(KERNEL, kernel=nodes.kernel('add', m, 8, 8))")
     added = f"(ctypes.c_uint64 * 1)(b), {PROGRAMMATIC}, ctypes.c_size_t(1), ctypes.byref(h)"

@@ -1,4 +1,4 @@
-"""Random graphs, changed and launched, give the same bytes when the program is moved between any two calls."""
+"""Random graphs, changed and launched, give the same bytes when moved between any two calls."""
 
 from __future__ import annotations
 

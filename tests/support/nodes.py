@@ -13,6 +13,9 @@ KERNEL, MEMCPY, MEMSET, HOST, GRAPH, EMPTY, WAIT_EVENT, EVENT_RECORD, SIGNAL = r
 ALLOCATE, FREE, MEMORY, CONDITIONAL = range(10, 14)
 """CUgraphNodeType."""
 
+IF, WHILE, SWITCH = range(3)
+"""CUgraphConditionalNodeType."""
+
 PRIORITY, COOPERATIVE = 8, 2
 """Numbers of CUkernelNodeAttrID whose value is one word."""
 WRITE_32 = 2
@@ -83,6 +86,24 @@ class MemoryParams(ctypes.Structure):
     _fields_ = [("ctx", _HANDLE), ("count", _WORD), ("each", ctypes.c_void_p), ("flags", _WORD)]
 
 
+class ConditionalParams(ctypes.Structure):
+    """CUDA_CONDITIONAL_NODE_PARAMS."""
+
+    _fields_ = [
+        ("handle", _HANDLE),
+        ("type", ctypes.c_int),
+        ("size", _WORD),
+        ("bodies", ctypes.POINTER(_HANDLE)),
+        ("ctx", _HANDLE),
+    ]
+
+
+class ChildParams(ctypes.Structure):
+    """CUDA_CHILD_GRAPH_NODE_PARAMS."""
+
+    _fields_ = [("graph", _HANDLE), ("ownership", ctypes.c_int)]
+
+
 class _Union(ctypes.Union):
     _fields_ = [
         ("kernel", KernelParams),
@@ -92,6 +113,8 @@ class _Union(ctypes.Union):
         ("host", HostParams),
         ("event", _HANDLE),
         ("memory", MemoryParams),
+        ("conditional", ConditionalParams),
+        ("child", ChildParams),
         ("bytes", ctypes.c_char * 232),
     ]
 
@@ -121,6 +144,10 @@ class Instantiation(ctypes.Structure):
 
 ADD = (_HANDLE, _HANDLE, _WORD)
 """Parameters of the stand-in's add and fill kernels: address, number of words, value."""
+
+
+CONDITION = (_HANDLE, _HANDLE, _WORD)
+"""Parameters of the stand-in's condition kernel: handle, address, value."""
 
 
 class Nodes:
@@ -169,7 +196,9 @@ class Nodes:
         return box((DEVICE, to, 0), (DEVICE, source, 0), size, 1, 1)
 
     def copying_of(self, to: int, source: int, size: int) -> NodeParams:
-        return self.params(MEMCPY, copy=CopyParams(ctx=self._driver.context, box=self.copying(to, source, size)))
+        return self.params(
+            MEMCPY, copy=CopyParams(ctx=self._driver.context, box=self.copying(to, source, size))
+        )
 
     def child(self, graph: int, child: int, after: Sequence[int] = ()) -> int:
         return self._new("cuGraphAddChildGraphNode", graph, after, child)
@@ -230,6 +259,30 @@ class Nodes:
     def depend(self, graph: int, first: Sequence[int], then: Sequence[int]) -> int:
         handles = [(_HANDLE * len(each))(*each) for each in (first, then)]
         return self._driver.code("cuGraphAddDependencies_v2", graph, *handles, None, len(first))
+
+    def handle(self, graph: int, default: int = 0, flags: int = 1) -> int:
+        """Create a handle of a conditional node."""
+        return self._driver.made(
+            "cuGraphConditionalHandleCreate", graph, self._driver.context, default, flags
+        )
+
+    def condition(self, graph: int, handle: int, at: int, less: int = 0, after: Sequence[int] = ()) -> int:
+        """Add a kernel that subtracts from the word and sets the condition to the result."""
+        kernel = self.kernel("condition", handle, at, less, kinds=CONDITION)
+        return self.add_kernel(graph, kernel, after)
+
+    def conditional(
+        self, graph: int, handle: int, kind: int, size: int = 1, after: Sequence[int] = ()
+    ) -> tuple[int, list[int]]:
+        """Add a conditional node; return it and its graphs."""
+        given = ConditionalParams(handle=handle, type=kind, size=size, ctx=self._driver.context)
+        params = self.params(CONDITIONAL, conditional=given)
+        made = self.any(graph, params, after)
+        return made, [params.is_.conditional.bodies[i] for i in range(size)]
+
+    def moved(self, graph: int, child: int, after: Sequence[int] = ()) -> int:
+        """Add a child graph that the node takes over."""
+        return self.any(graph, self.params(GRAPH, child=ChildParams(graph=child, ownership=1)), after)
 
     def part(self, graph: int, first: Sequence[int], then: Sequence[int]) -> int:
         handles = [(_HANDLE * len(each))(*each) for each in (first, then)]

@@ -1,8 +1,8 @@
 """Random changes to graphs, and what launches of those graphs do to four buffers of four words.
 
-resolve() turns drawn numbers into actions that are valid one after the other, and computes the final words. Nodes
-that use one buffer depend on one another in the order in which they were added, so every order that the driver may
-choose has the same result.
+resolve() turns drawn numbers into actions that are valid one after the other, and computes the final words.
+Nodes that use one buffer depend on one another in the order in which they were added, so every order that
+the driver may choose has the same result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,18 @@ READ_TWO = ("copy", "memcpy")
 KINDS = ("add", "fill", "set", "copy", "memcpy", "word", "empty", "record", "wait", "child")
 CAPTURED = ("add", "fill", "set", "copy", "memcpy", "word")
 VALUED = ("add", "fill", "set", "word")
-STEPS = ("node",) * 5 + ("edge", "part", "drop", "become", "capture", "clone", "exec", "exec", "change", "update")
+STEPS = ("node",) * 5 + (
+    "edge",
+    "part",
+    "drop",
+    "become",
+    "capture",
+    "clone",
+    "exec",
+    "exec",
+    "change",
+    "update",
+)
 STEPS += ("launch",) * 4 + ("sync",)
 
 
@@ -80,7 +91,11 @@ class Graph:
         return found
 
     def operations(self) -> list[Operation]:
-        return [each for node in self.nodes for each in (node.child if node.child is not None else [node.operation])]
+        return [
+            each
+            for node in self.nodes
+            for each in (node.child if node.child is not None else [node.operation])
+        ]
 
 
 @dataclass
@@ -184,10 +199,14 @@ class Resolver:
             return
         node = nodes[one % len(nodes)]
         node.operation = (*node.operation[:3], value)
-        self.actions.append(["become", graph.number, node.number, node.operation[0], list(node.operation[1:])])
+        self.actions.append(
+            ["become", graph.number, node.number, node.operation[0], list(node.operation[1:])]
+        )
 
     def capture(self, graph: Graph, one: int, two: int, value: int) -> None:
-        operations = [self._operation(CAPTURED, one + i, two + i * value, value + i) for i in range(1 + value % 3)]
+        operations = [
+            self._operation(CAPTURED, one + i, two + i * value, value + i) for i in range(1 + value % 3)
+        ]
         if len(graph.nodes) + len(operations) > MOST_NODES:
             return
         buffers = set().union(*map(touched, operations))
@@ -236,7 +255,9 @@ class Resolver:
         self.actions.append(["change", *given])
 
     def update(self, graph: Graph, one: int, two: int, value: int) -> None:
-        found = [made for made in self.executables if made.graph == graph.number and made.shape == graph.shape]
+        found = [
+            made for made in self.executables if made.graph == graph.number and made.shape == graph.shape
+        ]
         if not found:
             return
         made = found[one % len(found)]

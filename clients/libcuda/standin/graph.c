@@ -55,9 +55,18 @@ static void strike(CUgraph graph)
 	pthread_mutex_unlock(&lock);
 }
 
+void disown_graph(CUgraph graph)
+{
+	strike(graph);
+	graph->next = NULL;
+}
+
 static void free_node(CUgraphNode node)
 {
 	free_graph(node->child);
+	for (unsigned int i = 0; i < node->bodies_count; i++)
+		free_graph(node->bodies[i]);
+	free(node->bodies);
 	free(node->after);
 	free(node->data);
 	is_gone(node);

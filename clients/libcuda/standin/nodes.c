@@ -11,6 +11,14 @@ bool is_node(const struct CUgraphNode_st *node)
 	return node && is_graph(node->graph);
 }
 
+static bool is_conditional(const struct CUgraph_st *graph)
+{
+	for (size_t i = 0; i < graph->count; i++)
+		if (graph->nodes[i]->bodies_count)
+			return true;
+	return false;
+}
+
 API CUresult cuGraphCreate(CUgraph *phGraph, unsigned int flags)
 {
 	if (!phGraph || flags)
@@ -196,7 +204,7 @@ static CUgraph copy_of(const struct CUgraph_st *other)
 
 API CUresult cuGraphClone(CUgraph *phGraphClone, CUgraph originalGraph)
 {
-	if (!phGraphClone || !is_graph(originalGraph))
+	if (!phGraphClone || !is_graph(originalGraph) || is_conditional(originalGraph))
 		return CUDA_ERROR_INVALID_VALUE;
 	*phGraphClone = copy_into(new_graph(), originalGraph);
 	if (!*phGraphClone)
@@ -233,7 +241,7 @@ API CUresult cuGraphAddChildGraphNode(CUgraphNode *phGraphNode, CUgraph hGraph, 
 	CUgraph child;
 	CUresult result;
 
-	if (!is_graph(childGraph) || childGraph == hGraph)
+	if (!is_graph(childGraph) || childGraph == hGraph || is_conditional(childGraph))
 		return CUDA_ERROR_INVALID_VALUE;
 	child = copy_of(childGraph);
 	if (!child)
@@ -243,6 +251,21 @@ API CUresult cuGraphAddChildGraphNode(CUgraphNode *phGraphNode, CUgraph hGraph, 
 		(*phGraphNode)->child = child;
 	else
 		free_graph(child);
+	return gate_node(result);
+}
+
+static CUresult move_graph(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count, CUgraph child)
+{
+	CUresult result;
+
+	if (!is_graph(child) || child == graph)
+		return CUDA_ERROR_INVALID_VALUE;
+	result = new_node(out, graph, after, count, CU_GRAPH_NODE_TYPE_GRAPH, NULL);
+	if (result == CUDA_SUCCESS) {
+		disown_graph(child);
+		(*out)->child = child;
+		(*out)->is_moved = true;
+	}
 	return gate_node(result);
 }
 
@@ -281,8 +304,12 @@ API CUresult cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const C
 		return cuGraphAddMemsetNode(phGraphNode, hGraph, dependencies, numDependencies, &set,
 					    nodeParams->memset.ctx ? nodeParams->memset.ctx : context);
 	case CU_GRAPH_NODE_TYPE_GRAPH:
+		if (nodeParams->graph.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE)
+			return move_graph(phGraphNode, hGraph, dependencies, numDependencies, nodeParams->graph.graph);
 		return cuGraphAddChildGraphNode(phGraphNode, hGraph, dependencies, numDependencies,
 						nodeParams->graph.graph);
+	case CU_GRAPH_NODE_TYPE_CONDITIONAL:
+		return add_conditional(phGraphNode, hGraph, dependencies, numDependencies, &nodeParams->conditional);
 	case CU_GRAPH_NODE_TYPE_EMPTY:
 		return cuGraphAddEmptyNode(phGraphNode, hGraph, dependencies, numDependencies);
 	case CU_GRAPH_NODE_TYPE_HOST:

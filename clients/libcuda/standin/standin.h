@@ -187,6 +187,12 @@ struct operation {
 		struct {
 			struct CUevent_st *event;
 		} event;
+		struct {
+			struct condition *condition;
+			CUgraphConditionalNodeType type;
+			unsigned int count;
+			struct body **bodies;		/* as they were when it was launched */
+		} conditional;
 	};
 };
 
@@ -241,6 +247,9 @@ struct CUgraphNode_st {
 	CUgraphNodeType type;
 	struct operation operation;	/* of one that is no graph and not empty */
 	CUgraph child;			/* its own */
+	bool is_moved;			/* that was the program's */
+	CUgraph *bodies;		/* of a conditional node, its own */
+	unsigned int bodies_count;
 	CUDA_KERNEL_NODE_PARAMS kernel;	/* as it was given, but for what it points to */
 	CUDA_MEMCPY3D copy;
 	CUDA_MEMSET_NODE_PARAMS set;
@@ -258,7 +267,27 @@ struct CUgraph_st {
 	CUgraphNode *nodes;
 	size_t count;
 	const struct CUgraph_st *original;	/* that it was cloned from */
+	struct condition *conditions;
 };
+
+/* conditional.c */
+struct condition {
+	struct condition *next;
+	uint32_t value, initial;
+	bool assigns;			/* the initial value, by each launch */
+};
+
+struct body {
+	size_t count;
+	struct operation each[];
+};
+
+struct body *new_body(size_t count);	/* NULL: no memory */
+bool prepare_conditional(struct operation *operation);	/* for a launch; there is a place for its bodies */
+struct operation assignment(struct condition *condition);
+CUresult add_conditional(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count,
+			 CUDA_CONDITIONAL_NODE_PARAMS *given);
+void disown_graph(CUgraph graph);	/* graph.c: it is a node's from now on */
 
 CUgraph new_graph(void);		/* NULL: no memory */
 CUgraph new_child(void);		/* the same, of a node that ends it */

@@ -1,7 +1,7 @@
-"""A program that changes and launches graphs, run by tests/libcuda/test_graph_random.py, which moves it meanwhile.
+"""A program that changes and launches graphs, run by tests/libcuda/test_graph_random.py, which moves it.
 
-Each line of its input has actions of tests/support/randomgraphs.py, and the numbers of those before which it waits
-for a line. It prints each action's number before it, and the words of its buffers at the end.
+Each line of its input has actions of tests/support/randomgraphs.py, and the numbers of those before which
+it waits for a line. It prints each action's number before it, and the words of its buffers at the end.
 """
 
 from __future__ import annotations
@@ -99,8 +99,12 @@ class Program(Driver):
 
     def change(self, executable: int, node: int, kind: str, which: list[int]) -> None:
         params = {
-            "set": lambda: self.nodes.params(MEMSET, set=self.nodes.setting(self.buffers[which[0]], which[2], 3)),
-            "word": lambda: self.nodes.params(MEMORY, memory=self.nodes.writing(self.buffers[which[0]], which[2])),
+            "set": lambda: self.nodes.params(
+                MEMSET, set=self.nodes.setting(self.buffers[which[0]], which[2], 3)
+            ),
+            "word": lambda: self.nodes.params(
+                MEMORY, memory=self.nodes.writing(self.buffers[which[0]], which[2])
+            ),
         }.get(kind, lambda: self.kernel(kind, *which))
         assert self.nodes.change(self.executables[executable], self.handles[node], params()) == 0
 
@@ -117,7 +121,10 @@ class Program(Driver):
             self("cuLaunchKernel", self.functions[kind], *[1] * 6, 0, self.stream, given, None)
 
     def begin_capture(self, graph: int, after: list[int]) -> None:
-        of, behind = self.graphs[graph], (ctypes.c_uint64 * len(after))(*(self.handles[each] for each in after))
+        of, behind = (
+            self.graphs[graph],
+            (ctypes.c_uint64 * len(after))(*(self.handles[each] for each in after)),
+        )
         self.before = set(self.nodes.of(of))
         self("cuStreamBeginCaptureToGraph", self.stream, of, behind, None, len(after), RELAXED)
 

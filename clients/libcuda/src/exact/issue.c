@@ -216,7 +216,8 @@ static CUresult launch_graph(const struct mpsd_op *op, CUstream stream)
 	CUresult result;
 
 	if (is_changed(op))
-		return mpsd_op_issue_parts(op, stream);
+		return mpsd_graph_is_conditional(op->graph.graph) ? mpsd_exec_launch_once(op->graph.graph, stream)
+								   : mpsd_op_issue_parts(op, stream);
 	result = mpsd_exec_native(op->graph.exec, &native);
 	return result == CUDA_SUCCESS ? inner_cuGraphLaunch(native, stream) : result;
 }

@@ -380,11 +380,34 @@ static unsigned int put_attribute(CUlaunchAttribute *attributes, unsigned int co
 	return i == count ? count + 1 : count;
 }
 
-/* What is not brief lies on no shelf, so the lock is not needed. */
+/* What is not brief lies on no shelf, so the lock is not needed. NULL: no memory. */
+static struct mpsd_op *copy_with(const struct mpsd_op *op, const CUlaunchConfig *config)
+{
+	const struct mpsd_launch launch = { op->launch.function, op->stream, config, op->launch.is_plain,
+					    op->launch.is_cooperative, false };
+	struct mpsd_op *made = make(&launch, op->launch.count, op->launch.bytes);
+
+	if (!made)
+		return NULL;
+	memcpy(made->launch.buffer, op->launch.buffer, op->launch.bytes);
+	for (unsigned int i = 0; i < op->launch.count; i++)
+		made->launch.parameters[i] = made->launch.buffer + ((char *)op->launch.parameters[i] - op->launch.buffer);
+	made->launch.is_buffer = op->launch.is_buffer;
+	made->launch.reader = op->launch.reader;
+	return made;
+}
+
+struct mpsd_op *mpsd_params_copy(const struct mpsd_op *op)
+{
+	CUlaunchConfig config = op->launch.config;
+
+	config.attrs = op->launch.attributes;
+	return copy_with(op, &config);
+}
+
 struct mpsd_op *mpsd_params_with(const struct mpsd_op *op, CUlaunchAttributeID id, const CUlaunchAttributeValue *value)
 {
 	CUlaunchConfig config = op->launch.config;
-	const struct mpsd_launch launch = { op->launch.function, op->stream, &config, false, op->launch.is_cooperative, false };
 	CUlaunchAttribute *attributes = malloc((config.numAttrs + 1) * sizeof(*attributes));
 	struct mpsd_op *made;
 
@@ -393,15 +416,10 @@ struct mpsd_op *mpsd_params_with(const struct mpsd_op *op, CUlaunchAttributeID i
 	memcpy(attributes, op->launch.attributes, config.numAttrs * sizeof(*attributes));
 	config.numAttrs = put_attribute(attributes, config.numAttrs, id, value);
 	config.attrs = attributes;
-	made = make(&launch, op->launch.count, op->launch.bytes);
+	made = copy_with(op, &config);
+	if (made)
+		made->launch.is_plain = false;
 	free(attributes);
-	if (!made)
-		return NULL;
-	memcpy(made->launch.buffer, op->launch.buffer, op->launch.bytes);
-	for (unsigned int i = 0; i < op->launch.count; i++)
-		made->launch.parameters[i] = made->launch.buffer + ((char *)op->launch.parameters[i] - op->launch.buffer);
-	made->launch.is_buffer = op->launch.is_buffer;
-	made->launch.reader = op->launch.reader;
 	return made;
 }
 

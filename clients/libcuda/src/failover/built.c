@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "exact/state.h"
+#include "failover/embedded.h"
 #include "failover/line.h"
 #include "failover/nodes.h"
 
@@ -127,10 +128,20 @@ struct mpsd_graph *mpsd_built_own(CUgraph name)
 	return made && made->graph && made->graph->is_built ? mpsd_graph_own(made) : NULL;
 }
 
+/* Of a graph that is not followed the program has what the driver has told. */
+static CUresult note_embedded(const struct mpsd_addition *addition, const struct mpsd_node *node, CUgraphNode name,
+			      const struct mpsd_node_place *place, bool is_known, uint64_t moves)
+{
+	if (addition->bodies)
+		*addition->bodies = is_known ? node->embedded->names : place->bodies;
+	return !is_known || mpsd_embedded_note(name, node->embedded, place->bodies, moves) ? CUDA_SUCCESS : MPSD_AGAIN;
+}
+
 /* It is there: the program's name for it, and what it is. Takes the node. Not known: what it comes after. */
-static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node node, CUgraphNode native,
+static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node node, const struct mpsd_node_place *place,
 			  bool is_known, uint64_t moves)
 {
+	CUgraphNode native = place->node;
 	struct mpsd_graph *graph = mpsd_made_graph(addition->graph);
 	CUgraphNode name = native;
 	CUresult result = CUDA_SUCCESS;
@@ -140,6 +151,8 @@ static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node
 	node.native = native;
 	if (is_known)
 		result = note_name(addition->graph, graph->count, &name, moves);
+	if (node.embedded && result == CUDA_SUCCESS)
+		result = note_embedded(addition, &node, name, place, is_known, moves);
 	mpsd_graph_let_go(graph);
 	node.name = name;
 	mpsd_made_lock();
@@ -190,7 +203,7 @@ CUresult mpsd_node_add(const struct mpsd_addition *addition, struct mpsd_node no
 		result = mpsd_node_give(&node, &place);
 	free(natives);
 	if (result == CUDA_SUCCESS)
-		return note_node(addition, node, place.node, is_known, moves);
+		return note_node(addition, node, &place, is_known, moves);
 	mpsd_node_let_go(&node);
 	return mpsd_is_left() ? MPSD_AGAIN : result;
 }

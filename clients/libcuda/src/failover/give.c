@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: MIT
 /* What a node of a graph is, given to the driver by the names of the copy of this call. */
 #include <stdlib.h>
+#include <string.h>
 
+#include "exact/params.h"
 #include "exact/state.h"
 #include "failover/cast.h"
+#include "failover/embedded.h"
 #include "failover/nodes.h"
 
-static CUresult give_kernel(const struct mpsd_node *node, struct mpsd_node_place *place)
+static CUresult give_launch(const struct mpsd_node *node, const struct mpsd_op *op, struct mpsd_node_place *place)
 {
-	const struct mpsd_op *op = node->op;
 	const CUlaunchConfig *c = &op->launch.config;
 	size_t bytes = op->launch.bytes;
 	void *extra[] = { CU_LAUNCH_PARAM_BUFFER_POINTER, op->launch.buffer, CU_LAUNCH_PARAM_BUFFER_SIZE, &bytes,
@@ -31,6 +33,36 @@ static CUresult give_kernel(const struct mpsd_node *node, struct mpsd_node_place
 	if (place->node)
 		return inner_cuGraphKernelNodeSetParams_v2(place->node, &given);
 	return inner_cuGraphAddKernelNode_v2(&place->node, place->graph, place->after, node->count, &given);
+}
+
+/* A copy of it in which handles of conditional nodes are those of this copy. NULL: no memory. */
+static struct mpsd_op *with_conditions(const struct mpsd_op *op, const struct mpsd_pairs *conditions)
+{
+	struct mpsd_op *made = mpsd_params_copy(op);
+
+	for (size_t at = 0; made && at + sizeof(uint64_t) <= made->launch.bytes; at += sizeof(uint64_t)) {
+		uint64_t word;
+
+		memcpy(&word, made->launch.buffer + at, sizeof(word));
+		word = mpsd_embedded_word(word, conditions);
+		memcpy(made->launch.buffer + at, &word, sizeof(word));
+	}
+	return made;
+}
+
+static CUresult give_kernel(const struct mpsd_node *node, struct mpsd_node_place *place)
+{
+	struct mpsd_op *op;
+	CUresult result;
+
+	if (!mpsd_tables()->moves || !atomic_load(&mpsd_embedded_conditions))
+		return give_launch(node, node->op, place);
+	op = with_conditions(node->op, place->conditions);
+	if (!op)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	result = give_launch(node, op, place);
+	mpsd_op_free(op);
+	return result;
 }
 
 static CUresult give_copy(const struct mpsd_node *node, struct mpsd_node_place *place)
@@ -125,8 +157,36 @@ static CUresult give_event(const struct mpsd_node *node, struct mpsd_node_place 
 	return (node->op->kind == MPSD_OP_RECORD ? give_record : give_wait)(node, place, mpsd_native(name));
 }
 
+/* A graph that the node has of its own: cuGraphAddNode() alone says so. */
+static CUresult give_embedded(const struct mpsd_node *node, struct mpsd_node_place *place)
+{
+	const struct mpsd_embedded *embedded = node->embedded;
+	CUgraphNodeParams given = { .type = CU_GRAPH_NODE_TYPE_GRAPH };
+	CUresult result;
+
+	if (place->exec || place->node)
+		return CUDA_ERROR_NOT_SUPPORTED;
+	if (embedded->is_moved) {
+		given.graph.graph = place->child;
+		given.graph.ownership = CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE;
+	} else {
+		given.type = CU_GRAPH_NODE_TYPE_CONDITIONAL;
+		given.conditional.handle = mpsd_tables()->moves ? mpsd_embedded_word(embedded->handle, place->conditions)
+								: embedded->handle;
+		given.conditional.type = embedded->type;
+		given.conditional.size = embedded->size;
+		given.conditional.ctx = mpsd_native(node->context);
+	}
+	result = inner_cuGraphAddNode_v2(&place->node, place->graph, place->after, NULL, node->count, &given);
+	if (result == CUDA_SUCCESS && !embedded->is_moved)
+		place->bodies = given.conditional.phGraph_out;
+	return result;
+}
+
 static CUresult give(const struct mpsd_node *node, struct mpsd_node_place *place)
 {
+	if (node->embedded)
+		return give_embedded(node, place);
 	if (node->child)
 		return give_child(node, place, place->child);
 	if (!node->op)

@@ -4,6 +4,7 @@
 
 #include "exact/params.h"
 #include "exact/state.h"
+#include "failover/embedded.h"
 #include "failover/line.h"
 #include "failover/nodes.h"
 
@@ -62,10 +63,13 @@ static struct before look_before(const void *name, CUgraphNode node)
 	struct mpsd_graph *graph = mpsd_made_graph(name);
 	unsigned int number = graph ? mpsd_graph_number(graph, node) : 0;
 	struct before before = { NULL, NULL };
+	const struct mpsd_node *found = NULL;
 
-	if (graph && number < graph->count) {
-		before.op = graph->nodes[number].op;
-		before.context = graph->nodes[number].context;
+	if (graph)
+		found = number < graph->count ? &graph->nodes[number] : mpsd_embedded_find(graph, node);
+	if (found) {
+		before.op = found->op;
+		before.context = found->context;
 	}
 	if (before.op)
 		mpsd_op_share(before.op);
@@ -229,15 +233,50 @@ static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before
 	}
 }
 
+/* Takes what it has of its own: cuda.h says so of cuGraphAddNode() alone. */
+static CUresult own(const CUgraphNodeParams *given, struct mpsd_node *node, CUgraph *native)
+{
+	bool is_moved = given->type == CU_GRAPH_NODE_TYPE_GRAPH;
+	struct mpsd_graph *graph = is_moved ? mpsd_made_graph(given->graph.graph) : NULL;
+	CUresult result = is_moved ? mpsd_graph_native(given->graph.graph, native) : CUDA_SUCCESS;
+	struct mpsd_embedded *embedded;
+
+	mpsd_graph_let_go(graph);
+	if (result != CUDA_SUCCESS || (is_moved && !graph))
+		return result != CUDA_SUCCESS ? result : CUDA_ERROR_NOT_SUPPORTED;
+	/* What the driver refuses it is to refuse. */
+	embedded = mpsd_embedded_new(is_moved ? 1 : given->conditional.size);
+	if (!embedded)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	embedded->is_moved = is_moved;
+	if (is_moved) {
+		embedded->names[0] = given->graph.graph;
+	} else {
+		embedded->handle = given->conditional.handle;
+		embedded->type = given->conditional.type;
+	}
+	*node = (struct mpsd_node){ .embedded = embedded, .context = is_moved ? NULL : given->conditional.ctx };
+	return CUDA_SUCCESS;
+}
+
+/* As `any`, of a node that is added. */
+static CUresult added(const CUgraphNodeParams *given, struct mpsd_node *node, CUgraph *native)
+{
+	bool is_moved = given->type == CU_GRAPH_NODE_TYPE_GRAPH &&
+			given->graph.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE;
+	bool has_reserved = given->reserved0[0] || given->reserved0[1] || given->reserved0[2] || given->reserved2;
+	bool is_known = is_moved || (given->type == CU_GRAPH_NODE_TYPE_CONDITIONAL && given->conditional.size);
+
+	return is_known && !has_reserved ? own(given, node, native) : any(given, NULL, node, native);
+}
+
 /* Added */
 
-#define ADD_WITH(edges, why, result, native, call)								\
+#define ADD(result, native, call)										\
 	((result) == CUDA_SUCCESS										\
-		 ? mpsd_node_add(&(struct mpsd_addition){ phGraphNode, hGraph, dependencies, numDependencies, edges },	\
+		 ? mpsd_node_add(&(struct mpsd_addition){ phGraphNode, hGraph, dependencies, numDependencies, NULL, NULL }, \
 				 node, native)										\
-		 : PASS_WHY(result, why, call))
-
-#define ADD(result, native, call) ADD_WITH(NULL, NOT_FOLLOWED, result, native, call)
+		 : PASS(result, call))
 
 CUresult make_cuGraphAddKernelNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
 				      size_t numDependencies, const CUDA_KERNEL_NODE_PARAMS *nodeParams)
@@ -272,7 +311,7 @@ CUresult make_cuGraphAddMemsetNode(CUgraphNode *phGraphNode, CUgraph hGraph, con
 CUresult make_cuGraphAddEmptyNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
 				  size_t numDependencies)
 {
-	const struct mpsd_addition addition = { phGraphNode, hGraph, dependencies, numDependencies, NULL };
+	const struct mpsd_addition addition = { phGraphNode, hGraph, dependencies, numDependencies, NULL, NULL };
 
 	return mpsd_node_add(&addition, (struct mpsd_node){ .op = NULL }, NULL);
 }
@@ -326,30 +365,47 @@ CUresult make_cuGraphAddEventWaitNode(CUgraphNode *phGraphNode, CUgraph hGraph, 
 	ADD_EVENT(MPSD_OP_WAIT, inner_cuGraphAddEventWaitNode);
 }
 
+/* Graphs of a conditional node are told by their names. */
+static CUresult add_any(struct mpsd_addition *addition, CUgraphNodeParams *given, struct mpsd_node node, CUgraph native)
+{
+	CUgraph *bodies = NULL;
+	CUresult result;
+
+	addition->bodies = &bodies;
+	result = mpsd_node_add(addition, node, native);
+	if (result == CUDA_SUCCESS && given->type == CU_GRAPH_NODE_TYPE_CONDITIONAL)
+		given->conditional.phGraph_out = bodies;
+	return result;
+}
+
 CUresult make_cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
 				const CUgraphEdgeData *dependencyData, size_t numDependencies,
 				CUgraphNodeParams *nodeParams)
 {
+	struct mpsd_addition addition = { phGraphNode, hGraph, dependencies, numDependencies, dependencyData, NULL };
 	struct mpsd_node node;
 	CUgraph native = NULL;
-	CUresult result = CUDA_ERROR_NOT_SUPPORTED;
+	CUresult result = nodeParams ? added(nodeParams, &node, &native) : CUDA_ERROR_INVALID_VALUE;
 
-	if (nodeParams)
-		result = any(nodeParams, NULL, &node, &native);
-	return ADD_WITH(dependencyData, why_not(nodeParams), result, native,
-		   inner_cuGraphAddNode_v2(phGraphNode, hGraph, dependencies, dependencyData, numDependencies,
-					   nodeParams));
+	if (result == CUDA_SUCCESS)
+		return add_any(&addition, nodeParams, node, native);
+	return PASS_WHY(result, why_not(nodeParams),
+			inner_cuGraphAddNode_v2(phGraphNode, hGraph, dependencies, dependencyData, numDependencies,
+						nodeParams));
 }
 
 CUresult make_cuGraphAddNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
 			     size_t numDependencies, CUgraphNodeParams *nodeParams)
 {
+	struct mpsd_addition addition = { phGraphNode, hGraph, dependencies, numDependencies, NULL, NULL };
 	struct mpsd_node node;
 	CUgraph native = NULL;
-	CUresult result = nodeParams ? any(nodeParams, NULL, &node, &native) : CUDA_ERROR_INVALID_VALUE;
+	CUresult result = nodeParams ? added(nodeParams, &node, &native) : CUDA_ERROR_INVALID_VALUE;
 
-	return ADD_WITH(NULL, why_not(nodeParams), result, native,
-		   inner_cuGraphAddNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams));
+	if (result == CUDA_SUCCESS)
+		return add_any(&addition, nodeParams, node, native);
+	return PASS_WHY(result, why_not(nodeParams),
+			inner_cuGraphAddNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams));
 }
 
 /* Something else from now on: in the graph, which executable graphs that are there do not see */
