@@ -203,3 +203,40 @@ def test_a_failed_capture_into_a_graph_is_named_when_it_is_used(post: Post, ask:
     ask("x = nodes.executable(g)")
     assert line.hear(moving.OPAQUE).text == "a graph from an untracked API call"
     ask.end()
+
+
+@MODES
+def test_two_threads_capture_into_their_graphs(
+    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    """One more thread captures into a stream that has joined, in the instance after the move too."""
+    line = post.greet(mode)
+    start(ask)
+    ask("g, h = nodes.graph(), nodes.graph(); t, u = (gpu.made('cuStreamCreate', 1) for _ in 'tu')")
+    ask("e = gpu.made('cuEventCreate', 0); later = Later(gpu); o = ctypes.c_uint64()")
+    stand_by(line, second, copies)
+    begin(ask)
+    into = f"gpu.code('cuStreamBeginCaptureToGraph', u, h, None, None, ctypes.c_size_t(0), {RELAXED})"
+    ask(f"later.start({into!r})")
+    assert ask("later.result()") == "0"
+    assert (
+        ask(f"{ADD_M}, gpu.code('cuEventRecord', e, s), gpu.code('cuStreamWaitEvent', t, e, 0)")
+        == "(0, 0, 0)"
+    )
+    ask("later.start(\"gpu.run('add', n, 8, 10, stream=t), gpu.run('add', m, 8, 100, stream=u)\")")
+    assert ask("later.result()") == "(0, 0)"
+    break_domain(domain)
+    assert move(line).text in ("", "mode keep")
+    ask("later.start(\"gpu.run('add', n, 8, 20, stream=t), gpu.run('add', m, 8, 200, stream=u)\")")
+    assert ask("later.result()") == "(0, 0)"
+    assert ask("gpu.code('cuEventRecord', e, t), gpu.code('cuStreamWaitEvent', s, e, 0)") == "(0, 0)"
+    assert ask(END) == "(0, True)"
+    ask("later.start(\"gpu.code('cuStreamEndCapture', u, ctypes.byref(o)), o.value == h\")")
+    assert ask("later.result()") == "(0, True)"
+    ask("x, y = nodes.executable(g), nodes.executable(h)")
+    stand_by(line, third, copies, 2)
+    break_domain(second)
+    assert move(line, 2).text in ("", "mode keep")
+    assert [launched(ask, of) for of in "xy"] == [(1, 30), (301, 30)]
+    assert line.is_silent()
+    assert ask.end() == ""

@@ -188,3 +188,25 @@ def test_a_child_graph_that_is_moved_into_its_node(
     assert ask("f = nodes.graph(); nodes.of(f)") == "None" and ask("nodes.of(f)") == "[]"
     assert line.is_silent()
     assert ask.end() == ""
+
+
+@MODES
+def test_a_copy_has_what_a_moved_child_graph_was(
+    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    line = post.greet(mode)
+    begin(ask)
+    ask("f = nodes.graph(); a = nodes.add(f, 'add', m, 8, 1); g = nodes.graph(); nodes.moved(g, f)")
+    ask("k = nodes.clone(g); p = nodes.graph(); nodes.child(p, g)")
+    assert ask("nodes.become(a, nodes.kernel('add', m, 8, 10))") == "0"
+    stand_by(line, second, copies)
+    break_domain(domain)
+    assert move(line).text == ""
+    ask("x, y, z = nodes.executable(g), nodes.executable(k), nodes.executable(p)")
+    assert [launched(ask, of)[0] for of in "xyz"] == [10, 11, 12]
+    stand_by(line, third, copies, 2)
+    break_domain(second)
+    assert move(line, 2).text == ""
+    assert [launched(ask, of)[0] for of in "xyz"] == [22, 23, 24]
+    assert line.is_silent()
+    assert ask.end() == ""

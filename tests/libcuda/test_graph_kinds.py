@@ -246,6 +246,43 @@ def test_a_host_callback_of_a_graph_runs_once_for_each_launch(
 
 
 @MODES
+def test_a_driver_instance_stays_while_it_runs_a_callback_of_a_graph(
+    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    """A callback of a lost launch goes on in an instance that was left; its code stays until it returns."""
+    line = post.greet(mode)
+    begin(ask)
+    ask("import threading; began, go = threading.Event(), threading.Event()")
+    ask("b = nodes.host(g, lambda: (began.set(), go.wait(), ran.append(1)), [a]); x = nodes.executable(g)")
+    stand_by(line, second, copies)
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("gpu.code('cuGraphLaunch', x, s), began.wait()") == "(0, True)"
+    stand_by(line, third, copies, 2)
+    break_domain(second)
+    assert move(line, 2).text == ("mode keep" if mode == moving.KEEP else "a graph with host callbacks")
+    # One instance is in use and a thread is inside another, so the next standby takes a third.
+    stand_by(line, third, copies, 3)
+    assert ask("[mappings(f'libcuda-{number}.so.1') > 0 for number in range(3)]") == "[True, True, True]"
+    ask("given = kinds.HostParams(); went = go.set()")
+    assert ask("gpu.sync() in (0, 719), gpu.sync()") == "(True, 0)"
+    ask("c = nodes.calling(ran.clear); h = nodes.any(g, nodes.params(HOST, host=c), [a])")
+    same = "(given.fn, given.userData) == (c.fn, c.userData)"
+    assert ask(f"gpu.code('cuGraphHostNodeGetParams', h, ctypes.byref(given)), {same}") == "(0, True)"
+    ask.end()
+
+
+@MODES
+def test_a_callback_of_a_graph_may_not_call_the_driver(post: Post, ask: Program, mode: int) -> None:
+    post.greet(mode)
+    begin(ask)
+    ask("b = nodes.host(g, lambda: ran.append(gpu.sync()), [a]); x = nodes.executable(g)")
+    assert launched(ask)[0] == 1
+    assert ask("ran") == "[800]"
+    assert ask.end() == ""
+
+
+@MODES
 def test_attributes_of_kernel_nodes(
     domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int
 ) -> None:

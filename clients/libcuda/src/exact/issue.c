@@ -222,6 +222,15 @@ static CUresult launch_graph(const struct mpsd_op *op, CUstream stream)
 	return result == CUDA_SUCCESS ? inner_cuGraphLaunch(native, stream) : result;
 }
 
+static CUresult call(const struct mpsd_op *op, CUstream stream)
+{
+	CUDA_HOST_NODE_PARAMS given;
+
+	if (!mpsd_hostnode_native(op, &given))
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	return inner_cuLaunchHostFunc(stream, given.fn, given.userData);
+}
+
 CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent event)
 {
 	switch (op->kind) {
@@ -242,7 +251,7 @@ CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent eve
 	case MPSD_OP_MEMORY:
 		return mpsd_memops_issue(op->memory, stream);
 	case MPSD_OP_CALL:
-		return inner_cuLaunchHostFunc(stream, op->call.function, op->call.data);
+		return call(op, stream);
 	default:
 		return inner_cuStreamWaitEvent(stream, event, op->event.flags);
 	}

@@ -383,6 +383,11 @@ void mpsd_replay_finish(void);
 /* hostcalls.c: a function of the host in a graph. NULL: no memory. */
 struct mpsd_op *mpsd_call_of_node(CUhostFn function, void *data);
 
+/* hostnode.c: what the copy of this call is given for it, false: no memory; and what the program gave. */
+bool mpsd_hostnode_native(const struct mpsd_op *op, CUDA_HOST_NODE_PARAMS *native);
+void mpsd_hostnode_name(CUDA_HOST_NODE_PARAMS *params);
+void mpsd_hostnode_child(void);
+
 /* hostfunc.c: functions of the host in streams */
 
 struct mpsd_host;

@@ -349,4 +349,5 @@ void mpsd_exact_child(void)
 	mpsd_stage_child();
 	mpsd_shelf_child();
 	mpsd_hosts_child();
+	mpsd_hostnode_child();
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 /* Graphs that are copies of others, and nodes that go. */
 #include "exact/state.h"
+#include "failover/embedded.h"
 #include "failover/line.h"
 #include "failover/nodes.h"
 
@@ -30,7 +31,8 @@ CUresult make_cuGraphClone(CUgraph *phGraphClone, CUgraph originalGraph)
 		result = inner_cuGraphClone(phGraphClone, native);
 	if (result != CUDA_SUCCESS)
 		return mpsd_is_left() ? MPSD_AGAIN : result;
-	graph = mpsd_made_graph(originalGraph);
+	/* What is embedded in the copy the program has no names for. */
+	graph = mpsd_embedded_snapshot(originalGraph);
 	copy = graph ? mpsd_graph_clone(graph) : NULL;
 	if (copy && !find_natives(copy, graph, *phGraphClone)) {
 		mpsd_graph_let_go(copy);

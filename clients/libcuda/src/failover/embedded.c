@@ -103,7 +103,7 @@ static struct mpsd_graph *snapshot(const struct mpsd_made *made)
 		return graph ? mpsd_graph_hold(graph) : NULL;
 	graph = mpsd_graph_copy(graph);
 	for (unsigned int i = 0; graph && i < graph->count && is; i++)
-		is = !graph->nodes[i].embedded || fill(graph, &graph->nodes[i]);
+		is = !graph->nodes[i].embedded || graph->nodes[i].bodies || fill(graph, &graph->nodes[i]);
 	if (is)
 		return graph;
 	mpsd_graph_let_go(graph);

@@ -103,8 +103,10 @@ static CUresult give_child(const struct mpsd_node *node, struct mpsd_node_place 
 
 static CUresult give_call(const struct mpsd_node *node, struct mpsd_node_place *place)
 {
-	const CUDA_HOST_NODE_PARAMS given = { node->op->call.function, node->op->call.data };
+	CUDA_HOST_NODE_PARAMS given;
 
+	if (!mpsd_hostnode_native(node->op, &given))
+		return CUDA_ERROR_OUT_OF_MEMORY;
 	if (place->exec)
 		return inner_cuGraphExecHostNodeSetParams(place->exec, place->node, &given);
 	if (place->node)

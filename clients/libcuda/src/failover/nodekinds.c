@@ -147,7 +147,7 @@ static CUresult child(CUgraph given, CUgraph *native, struct mpsd_node *node)
 {
 	CUresult result = mpsd_graph_native(given, native);
 
-	*node = (struct mpsd_node){ .child = result == CUDA_SUCCESS ? mpsd_made_graph(given) : NULL };
+	*node = (struct mpsd_node){ .child = result == CUDA_SUCCESS ? mpsd_embedded_snapshot(given) : NULL };
 	return result != CUDA_SUCCESS || node->child ? result : CUDA_ERROR_NOT_SUPPORTED;
 }
 

@@ -141,6 +141,8 @@ CUresult make_cuGraphMemsetNodeGetParams(CUgraphNode hNode, CUDA_MEMSET_NODE_PAR
 CUresult make_cuGraphHostNodeGetParams(CUgraphNode hNode, CUDA_HOST_NODE_PARAMS *nodeParams)
 {
 	NODE(inner_cuGraphHostNodeGetParams(native, nodeParams));
+	if (result == CUDA_SUCCESS)
+		mpsd_hostnode_name(nodeParams);
 	return result;
 }
 
