@@ -310,6 +310,31 @@ def test_attributes_of_kernel_nodes(
 
 
 @MODES
+def test_attributes_of_captured_kernels(
+    domain: Domain, second: Domain, third: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    """A captured graph is captured again with them, as XLA sets priorities."""
+    line = post.greet(mode)
+    start(ask)
+    assert ask(f"{BEGIN}, gpu.run('add', m, 8, 1, stream=s), gpu.run('add', m, 8, 2, stream=s)") == (
+        "(None, 0, 0)"
+    )
+    end(ask)
+    ask("a, b = nodes.of(g)")
+    assert ask("nodes.attribute(a, kinds.PRIORITY, 3), nodes.attribute(a, kinds.COOPERATIVE, 1)") == "(3, 1)"
+    ask("x = nodes.executable(g)")
+    asked = "[(nodes.attribute(of, kinds.PRIORITY), nodes.attribute(of, kinds.COOPERATIVE)) for of in (a, b)]"
+    for generation, (home, away) in enumerate(((domain, second), (second, third)), 1):
+        stand_by(line, away, copies, generation)
+        break_domain(home)
+        assert move(line, generation).text == ""
+        assert ask(asked) == "[(3, 1), (0, 0)]"
+        assert launched(ask) == (3 * generation, 0)
+    assert line.is_silent()
+    assert ask.end() == ""
+
+
+@MODES
 def test_what_a_captured_kernel_has_of_its_stream(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
 ) -> None:

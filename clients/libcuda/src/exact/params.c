@@ -407,18 +407,22 @@ struct mpsd_op *mpsd_params_copy(const struct mpsd_op *op)
 
 struct mpsd_op *mpsd_params_with(const struct mpsd_op *op, CUlaunchAttributeID id, const CUlaunchAttributeValue *value)
 {
+	static const CUlaunchAttributeValue cooperative = { .cooperative = 1 };
 	CUlaunchConfig config = op->launch.config;
-	CUlaunchAttribute *attributes = malloc((config.numAttrs + 1) * sizeof(*attributes));
+	CUlaunchAttribute *attributes = malloc((config.numAttrs + 2) * sizeof(*attributes));
 	struct mpsd_op *made;
 
 	if (!attributes)
 		return NULL;
 	memcpy(attributes, op->launch.attributes, config.numAttrs * sizeof(*attributes));
+	/* The call that says so by its name takes no attributes. */
+	if (op->launch.is_cooperative)
+		config.numAttrs = put_attribute(attributes, config.numAttrs, CU_LAUNCH_ATTRIBUTE_COOPERATIVE, &cooperative);
 	config.numAttrs = put_attribute(attributes, config.numAttrs, id, value);
 	config.attrs = attributes;
 	made = copy_with(op, &config);
 	if (made)
-		made->launch.is_plain = false;
+		made->launch.is_plain = made->launch.is_cooperative = false;
 	free(attributes);
 	return made;
 }

@@ -60,13 +60,6 @@ static CUresult note(CUgraphNode name, CUkernelNodeAttrID attr, const CUkernelNo
 	return result;
 }
 
-/* A captured graph is not captured again with it. */
-static void become_built(CUgraph graph)
-{
-	if (graph)
-		mpsd_captured_built(graph);
-}
-
 CUresult make_cuGraphKernelNodeSetAttribute(CUgraphNode hNode, CUkernelNodeAttrID attr, const CUkernelNodeAttrValue *value)
 {
 	CUgraphNode native;
@@ -79,7 +72,6 @@ CUresult make_cuGraphKernelNodeSetAttribute(CUgraphNode hNode, CUkernelNodeAttrI
 		result = inner_cuGraphKernelNodeSetAttribute(native, attr, value);
 	if (result != CUDA_SUCCESS)
 		return mpsd_is_left() ? MPSD_AGAIN : result;
-	become_built(graph);
 	return note(hNode, attr, value);
 }
 
@@ -115,7 +107,6 @@ CUresult make_cuGraphKernelNodeCopyAttributes(CUgraphNode dst, CUgraphNode src)
 	if (result != CUDA_SUCCESS)
 		return mpsd_is_left() ? MPSD_AGAIN : result;
 	look(to, &after);
-	become_built(graph);
 	for (int i = 1; i < ATTRIBUTES && result == CUDA_SUCCESS; i++)
 		if (after.is[i] && memcmp(&before.value[i], &after.value[i], sizeof(after.value[i])))
 			result = note(dst, (CUkernelNodeAttrID)i, &after.value[i]);
