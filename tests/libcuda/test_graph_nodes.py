@@ -218,8 +218,8 @@ def test_a_node_of_another_kind_is_named_and_the_program_stays(
     assert move(line).text == ""
     ask("a = nodes.add(g, 'add', m, 8, 1); x = nodes.executable(g)")
     assert launched(ask) == (1, 0)
-    assert "801" in ask("nodes.any(g, nodes.params(HOST))")
-    assert line.hear(moving.OPAQUE).text == "a graph node of an untracked type"
+    assert "801" in ask("nodes.signal(g)")
+    assert line.hear(moving.OPAQUE).text == "an external semaphore node in a graph"
     assert ask.end() == ""
 
 

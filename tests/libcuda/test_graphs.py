@@ -156,18 +156,6 @@ def test_nodes_that_kernels_may_change_and_graphs_that_they_may_launch_are_named
     ask.end()
 
 
-@MODES
-@pytest.mark.parametrize("call", ["cuEventRecordWithFlags', e, s", "cuStreamWaitEvent', s, e"])
-def test_events_that_are_nodes_of_a_graph_are_named(post: Post, ask: Program, mode: int, call: str) -> None:
-    line = post.greet(mode)
-    ask(f"s = gpu.made('cuStreamCreate', {NON_BLOCKING}); e = gpu.made('cuEventCreate', 0)")
-    assert ask(BEGIN) == "None"
-    assert ask(f"gpu.code('{call}, 1)") == "0"
-    assert line.hear(moving.OPAQUE).text == "a capture with external event nodes"
-    assert ask("gpu.code('cuStreamEndCapture', s, ctypes.byref(ctypes.c_uint64()))") == "0"
-    ask.end()
-
-
 @pytest.mark.parametrize("ask", [{"MPSD_FAILOVER": "exact"}], indirect=True)
 @pytest.mark.parametrize("again", [1, 2], ids=["at once", "in its turn"])
 def test_a_capture_in_a_blocking_stream_goes_on_behind_what_is_done_again(

@@ -273,23 +273,6 @@ def test_a_planned_move_lets_them_run(
 
 
 @MODES
-def test_in_a_graph_it_is_the_programs_own_and_is_not_carried_over(
-    second: Domain, post: Post, ask: Program, copies: Path, mode: int
-) -> None:
-    line = post.greet(mode)
-    ask("s = gpu.stream(); g = ctypes.c_uint64(); gpu('cuStreamBeginCapture_v2', s, 2)")
-    stand_by(line, second, copies)
-    assert ask("gpu.host('a', stream=s), gpu.code('cuStreamEndCapture', s, ctypes.byref(g))") == "(0, 0)"
-    assert line.hear(moving.OPAQUE).text == "a host callback in a graph"
-    ask("x = gpu.made('cuGraphInstantiateWithFlags', g.value, 0)")
-    assert ask("[gpu.code('cuGraphLaunch', x, s) for _ in range(3)], gpu.sync()") == "([0, 0, 0], 0)"
-    assert ask("gpu.ran") == str([("a", 0)] * 3)
-    line.say(moving.MOVE, 1)
-    assert line.hear(moving.STAYED).generation == 1
-    assert ask.end() == ""
-
-
-@MODES
 def test_a_callback_in_a_capture_is_the_drivers_to_refuse(post: Post, ask: Program, mode: int) -> None:
     post.greet(mode)
     ask("s = gpu.stream(); g = ctypes.c_uint64(); gpu('cuStreamBeginCapture_v2', s, 2)")

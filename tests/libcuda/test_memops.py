@@ -132,15 +132,10 @@ def test_what_others_see_or_write_is_not_done_again_silently(
 @pytest.mark.parametrize(
     ("does", "named"),
     [
-        (f"gpu('cuStreamBeginCapture_v2', s, 2); {write('m', 1)}", "a stream memory operation in a graph"),
-        (
-            f"gpu('cuStreamBeginCapture_v2', s, 2); {batch((WRITE, 'm', 1))}",
-            "a stream memory operation in a graph",
-        ),
         (write("gpu.variable('table')", 1), "a copy into a module variable"),
         (batch((WAIT, "gpu.variable('table')", 0)), "a copy into a module variable"),
     ],
-    ids=["word", "batch", "variable", "variable in a batch"],
+    ids=["variable", "variable in a batch"],
 )
 def test_what_does_not_go_along_is_said_by_name(post: Post, ask: Program, does: str, named: str) -> None:
     line = post.greet()

@@ -148,8 +148,8 @@ class Post:
         """Accept the next program, which has said HELLO, and grant it that mode.
 
         `short`, `look`, `left`: the program may send SHORT, LOOKED, and LEFT. `switch`: LEAVES after GUARD.
-        `budget`: it hears of budgets, with so many thousandths of time; 0 for no time budget. `exposed`: it may
-        send EXPOSED.
+        `budget`: it hears of budgets, with so many thousandths of time; 0 for no time budget. `exposed`:
+        it may send EXPOSED.
         """
         line = self.accept()
         line.mode = mode

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from faultinject.programs.devices.instance import Driver
 from tests.support.rows import DEVICE, Box, box
 
-KERNEL, MEMCPY, MEMSET, HOST, GRAPH, EMPTY = range(6)
+KERNEL, MEMCPY, MEMSET, HOST, GRAPH, EMPTY, WAIT_EVENT, EVENT_RECORD, SIGNAL = range(9)
+ALLOCATE, FREE, MEMORY, CONDITIONAL = range(10, 14)
 """CUgraphNodeType."""
+
+IF, WHILE, SWITCH = range(3)
+"""CUgraphConditionalNodeType."""
+
+PRIORITY, COOPERATIVE = 8, 2
+"""Numbers of CUkernelNodeAttrID whose value is one word."""
+WRITE_32 = 2
+"""CU_STREAM_MEM_OP_WRITE_VALUE_32."""
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _WORD = ctypes.c_uint32
@@ -57,6 +67,43 @@ class HostParams(ctypes.Structure):
     _fields_ = [("fn", ctypes.c_void_p), ("userData", ctypes.c_void_p)]
 
 
+class MemoryOp(ctypes.Structure):
+    """CUstreamBatchMemOpParams."""
+
+    _fields_ = [
+        ("operation", ctypes.c_int),
+        ("address", _HANDLE),
+        ("value", _HANDLE),
+        ("flags", _WORD),
+        ("alias", _HANDLE),
+        ("rest", _HANDLE),
+    ]
+
+
+class MemoryParams(ctypes.Structure):
+    """CUDA_BATCH_MEM_OP_NODE_PARAMS."""
+
+    _fields_ = [("ctx", _HANDLE), ("count", _WORD), ("each", ctypes.c_void_p), ("flags", _WORD)]
+
+
+class ConditionalParams(ctypes.Structure):
+    """CUDA_CONDITIONAL_NODE_PARAMS."""
+
+    _fields_ = [
+        ("handle", _HANDLE),
+        ("type", ctypes.c_int),
+        ("size", _WORD),
+        ("bodies", ctypes.POINTER(_HANDLE)),
+        ("ctx", _HANDLE),
+    ]
+
+
+class ChildParams(ctypes.Structure):
+    """CUDA_CHILD_GRAPH_NODE_PARAMS."""
+
+    _fields_ = [("graph", _HANDLE), ("ownership", ctypes.c_int)]
+
+
 class _Union(ctypes.Union):
     _fields_ = [
         ("kernel", KernelParams),
@@ -64,6 +111,10 @@ class _Union(ctypes.Union):
         ("copy", CopyParams),
         ("graph", _HANDLE),
         ("host", HostParams),
+        ("event", _HANDLE),
+        ("memory", MemoryParams),
+        ("conditional", ConditionalParams),
+        ("child", ChildParams),
         ("bytes", ctypes.c_char * 232),
     ]
 
@@ -95,6 +146,10 @@ ADD = (_HANDLE, _HANDLE, _WORD)
 """Parameters of the stand-in's add and fill kernels: address, number of words, value."""
 
 
+CONDITION = (_HANDLE, _HANDLE, _WORD)
+"""Parameters of the stand-in's condition kernel: handle, address, value."""
+
+
 class Nodes:
     """Graphs of one driver. Calls raise DriverError unless they return the driver's code."""
 
@@ -105,9 +160,11 @@ class Nodes:
     def graph(self) -> int:
         return self._driver.made("cuGraphCreate", 0)
 
-    def kernel(self, name: str, *values: int, library: bool = False) -> KernelParams:
+    def kernel(
+        self, name: str, *values: int, library: bool = False, kinds: Sequence[type[Any]] = ADD
+    ) -> KernelParams:
         """One block of one thread."""
-        held = [kind(value) for kind, value in zip(ADD, values, strict=True)]
+        held = [kind(value) for kind, value in zip(kinds, values, strict=True)]
         pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
         self._held += [held, pointers]
         handle = {"kern" if library else "func": self._driver.functions[name]}
@@ -117,9 +174,10 @@ class Nodes:
     def add(
         self, graph: int, name: str, *values: int, after: Sequence[int] = (), library: bool = False
     ) -> int:
-        return self._new(
-            "cuGraphAddKernelNode_v2", graph, after, ctypes.byref(self.kernel(name, *values, library=library))
-        )
+        return self.add_kernel(graph, self.kernel(name, *values, library=library), after)
+
+    def add_kernel(self, graph: int, kernel: KernelParams, after: Sequence[int] = ()) -> int:
+        return self._new("cuGraphAddKernelNode_v2", graph, after, ctypes.byref(kernel))
 
     def set(self, graph: int, address: int, value: int, words: int, after: Sequence[int] = ()) -> int:
         given = ctypes.byref(self.setting(address, value, words))
@@ -137,6 +195,11 @@ class Nodes:
     def copying(to: int, source: int, size: int) -> Box:
         return box((DEVICE, to, 0), (DEVICE, source, 0), size, 1, 1)
 
+    def copying_of(self, to: int, source: int, size: int) -> NodeParams:
+        return self.params(
+            MEMCPY, copy=CopyParams(ctx=self._driver.context, box=self.copying(to, source, size))
+        )
+
     def child(self, graph: int, child: int, after: Sequence[int] = ()) -> int:
         return self._new("cuGraphAddChildGraphNode", graph, after, child)
 
@@ -153,14 +216,77 @@ class Nodes:
 
     def host(self, graph: int, does: Callable[[], object], after: Sequence[int] = ()) -> int:
         """Add a host callback."""
+        return self.any(graph, self.params(HOST, host=self.calling(does)), after)
+
+    def signal(self, graph: int, after: Sequence[int] = ()) -> int:
+        """Add a node that signals no external semaphore: a kind that is not followed."""
+        return self.any(graph, self.params(SIGNAL), after)
+
+    def calling(self, does: Callable[[], object]) -> HostParams:
         function = _FUNCTION(lambda _: does() and None)
         self._held.append(function)
-        given = HostParams(fn=ctypes.cast(function, ctypes.c_void_p).value)
-        return self.any(graph, self.params(HOST, host=given), after)
+        return HostParams(fn=ctypes.cast(function, ctypes.c_void_p).value)
+
+    def record(self, graph: int, event: int, after: Sequence[int] = ()) -> int:
+        return self._new("cuGraphAddEventRecordNode", graph, after, event)
+
+    def wait(self, graph: int, event: int, after: Sequence[int] = ()) -> int:
+        return self._new("cuGraphAddEventWaitNode", graph, after, event)
+
+    def writing(self, address: int, value: int) -> MemoryParams:
+        """Return the memory operation that writes one word."""
+        each = (MemoryOp * 1)(MemoryOp(operation=WRITE_32, address=address, value=value))
+        self._held.append(each)
+        return MemoryParams(ctx=self._driver.context, count=1, each=ctypes.addressof(each))
+
+    def write(self, graph: int, address: int, value: int, after: Sequence[int] = ()) -> int:
+        return self._new("cuGraphAddBatchMemOpNode", graph, after, ctypes.byref(self.writing(address, value)))
+
+    def attribute(self, node: int, which: int, value: int | None = None) -> int:
+        """Return an attribute of a kernel node, after setting it if a value is given."""
+        found = (_WORD * 16)(value or 0)
+        if value is not None:
+            self._driver("cuGraphKernelNodeSetAttribute", node, which, found)
+        self._driver("cuGraphKernelNodeGetAttribute", node, which, found)
+        return found[0]
+
+    def clone(self, graph: int) -> int:
+        return self._driver.made("cuGraphClone", graph)
+
+    def cloned(self, node: int, clone: int) -> int:
+        return self._driver.made("cuGraphNodeFindInClone", node, clone)
 
     def depend(self, graph: int, first: Sequence[int], then: Sequence[int]) -> int:
         handles = [(_HANDLE * len(each))(*each) for each in (first, then)]
         return self._driver.code("cuGraphAddDependencies_v2", graph, *handles, None, len(first))
+
+    def handle(self, graph: int, default: int = 0, flags: int = 1) -> int:
+        """Create a handle of a conditional node."""
+        return self._driver.made(
+            "cuGraphConditionalHandleCreate", graph, self._driver.context, default, flags
+        )
+
+    def condition(self, graph: int, handle: int, at: int, less: int = 0, after: Sequence[int] = ()) -> int:
+        """Add a kernel that subtracts from the word and sets the condition to the result."""
+        kernel = self.kernel("condition", handle, at, less, kinds=CONDITION)
+        return self.add_kernel(graph, kernel, after)
+
+    def conditional(
+        self, graph: int, handle: int, kind: int, size: int = 1, after: Sequence[int] = ()
+    ) -> tuple[int, list[int]]:
+        """Add a conditional node; return it and its graphs."""
+        given = ConditionalParams(handle=handle, type=kind, size=size, ctx=self._driver.context)
+        params = self.params(CONDITIONAL, conditional=given)
+        made = self.any(graph, params, after)
+        return made, [params.is_.conditional.bodies[i] for i in range(size)]
+
+    def moved(self, graph: int, child: int, after: Sequence[int] = ()) -> int:
+        """Add a child graph that the node takes over."""
+        return self.any(graph, self.params(GRAPH, child=ChildParams(graph=child, ownership=1)), after)
+
+    def part(self, graph: int, first: Sequence[int], then: Sequence[int]) -> int:
+        handles = [(_HANDLE * len(each))(*each) for each in (first, then)]
+        return self._driver.code("cuGraphRemoveDependencies_v2", graph, *handles, None, len(first))
 
     def executable(self, graph: int) -> int:
         return self._driver.made("cuGraphInstantiateWithFlags", graph, 0)
@@ -194,6 +320,13 @@ class Nodes:
         found = (_HANDLE * count.value)()
         self._driver("cuGraphNodeGetDependencies_v2", node, found, None, ctypes.byref(count))
         return list(found)
+
+    def data(self, node: int) -> list[tuple[int, int, int]]:
+        """Return the data of the edges to a node: ports and type."""
+        count = ctypes.c_size_t(32)
+        found, data = (_HANDLE * 32)(), (ctypes.c_uint8 * (8 * 32))()
+        self._driver("cuGraphNodeGetDependencies_v2", node, found, data, ctypes.byref(count))
+        return [(data[8 * i], data[8 * i + 1], data[8 * i + 2]) for i in range(count.value)]
 
     def type(self, node: int) -> int:
         found = ctypes.c_int()

@@ -34,6 +34,17 @@ static void nothing(const uint64_t *arguments)
 	(void)arguments;
 }
 
+/* handle of a condition, at, value: the word there becomes so much less, and the condition is what it is then */
+static void condition(const uint64_t *arguments)
+{
+	uint32_t *at = reach(arguments[1], sizeof(*at), ACCESS_WRITE);
+
+	if (!at)
+		return;
+	*at -= (uint32_t)arguments[2];
+	__atomic_store_n(&((struct condition *)(uintptr_t)arguments[0])->value, *at, __ATOMIC_RELEASE);
+}
+
 /* to, words, value */
 static void fill(const uint64_t *arguments)
 {
@@ -238,6 +249,7 @@ static const struct builtin builtins[] = {
 	{ "fill", 3, { 8, 8, 4 }, fill },
 	{ "add", 3, { 8, 8, 4 }, add },
 	{ "copy", 3, { 8, 8, 8 }, copy },
+	{ "condition", 3, { 8, 8, 4 }, condition },
 	{ "sum", 3, { 8, 8, 8 }, sum },
 	{ "store", 2, { 8, 4 }, store },
 	{ "follow", 2, { 8, 4 }, follow },

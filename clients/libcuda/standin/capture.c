@@ -17,6 +17,8 @@ struct sequence {
 	CUstreamCaptureMode mode;
 	pthread_t thread;		/* that began it */
 	bool spoiled;
+	bool is_into;			/* its graph is the program's own */
+	size_t first;			/* the graph's nodes before it */
 };
 
 static __thread CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
@@ -92,12 +94,18 @@ static void end(struct sequence *ended)
 	free(ended);
 }
 
+static void drop_graph(const struct sequence *sequence)
+{
+	if (!sequence->is_into)
+		free_graph(sequence->graph);
+}
+
 void drop_capture(CUstream stream)
 {
 	struct sequence *sequence = stream->capture;
 
 	if (sequence && sequence->origin == stream) {
-		free_graph(sequence->graph);
+		drop_graph(sequence);
 		end(sequence);
 	}
 	part(stream);
@@ -123,6 +131,7 @@ CUresult capture(CUstream stream, const struct operation *operation)
 	node = add_node(stream->capture->graph, operation->type, operation);
 	if (!node)
 		return CUDA_ERROR_OUT_OF_MEMORY;
+	node->capture = stream->capture->id;
 	node->after = stream->place.nodes;
 	node->count = stream->place.count;
 	stream->place = (struct place){ NULL, 0 };
@@ -198,17 +207,21 @@ API CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
 	return CUDA_SUCCESS;
 }
 
-static CUresult begin(CUstream origin, CUstreamCaptureMode mode)
+/* `into`: NULL, or a graph of the program's, where it goes on behind the origin's place. */
+static CUresult begin(CUstream origin, CUgraph into, CUstreamCaptureMode mode)
 {
 	struct sequence *sequence = calloc(1, sizeof(*sequence));
-	CUgraph graph = new_graph();
+	CUgraph graph = into ? into : new_graph();
 
 	if (!sequence || !graph) {
 		free(sequence);
-		free_graph(graph);
+		if (!into)
+			free_graph(graph);
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	*sequence = (struct sequence){
+		.is_into = into != NULL,
+		.first = graph->count,
 		.next = sequences,
 		.context = origin->context,
 		.origin = origin,
@@ -221,20 +234,46 @@ static CUresult begin(CUstream origin, CUstreamCaptureMode mode)
 	return CUDA_SUCCESS;
 }
 
+/* With the lock, which it gives back. */
+static CUresult begin_in(CUstream stream, CUgraph into, const struct place *after, CUstreamCaptureMode mode)
+{
+	CUresult result;
+
+	if (stream == stream->context->legacy)
+		return leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+	if (stream->capture)
+		return leave(CUDA_ERROR_ILLEGAL_STATE);
+	result = begin(stream, into, mode);
+	if (result == CUDA_SUCCESS && !come_to_all(&stream->place, after))
+		result = CUDA_ERROR_OUT_OF_MEMORY;
+	leave(result);
+	gate_keep(GATE_BEGIN_CAPTURE);
+	return result;
+}
+
 API CUresult cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
 {
 	CUstream stream;
 	CUresult result = enter_stream(hStream, &stream);
 
+	return result == CUDA_SUCCESS ? begin_in(stream, NULL, &(struct place){ NULL, 0 }, mode) : result;
+}
+
+/* The errors are as documented, and not measured. */
+API CUresult cuStreamBeginCaptureToGraph(CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies,
+					 const CUgraphEdgeData *dependencyData, size_t numDependencies,
+					 CUstreamCaptureMode mode)
+{
+	const struct place after = { (CUgraphNode *)dependencies, numDependencies };
+	CUstream stream;
+	CUresult result = enter_stream(hStream, &stream);
+
+	(void)dependencyData;
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (stream == stream->context->legacy)
-		return leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-	if (stream->capture)
-		return leave(CUDA_ERROR_ILLEGAL_STATE);
-	result = leave(begin(stream, mode));
-	gate_keep(GATE_BEGIN_CAPTURE);
-	return result;
+	if (!is_graph(hGraph) || !are_of(hGraph, dependencies, numDependencies))
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	return begin_in(stream, hGraph, &after, mode);
 }
 
 #undef cuStreamBeginCapture
@@ -244,16 +283,26 @@ API CUresult cuStreamBeginCapture(CUstream hStream)
 	return cuStreamBeginCapture_v2(hStream, CU_STREAM_CAPTURE_MODE_GLOBAL);
 }
 
+static bool is_captured_in(const struct sequence *sequence, const struct CUgraphNode_st *node)
+{
+	return node->capture == sequence->id;
+}
+
 /* All that was captured comes before where the origin is. */
 static CUresult is_joined(const struct sequence *sequence)
 {
 	const struct CUgraph_st *graph = sequence->graph;
+	size_t captured = 0, reached = 0;
 	struct place before = { NULL, 0 };
 	bool is = come_to_all(&before, &sequence->origin->place);
 
 	for (size_t i = 0; is && i < before.count; i++)
 		is = come_to_all(&before, &(struct place){ before.nodes[i]->after, before.nodes[i]->count });
-	is = is && before.count == graph->count;
+	for (size_t i = sequence->first; i < graph->count; i++)
+		captured += is_captured_in(sequence, graph->nodes[i]);
+	for (size_t i = 0; i < before.count; i++)
+		reached += is_captured_in(sequence, before.nodes[i]);
+	is = is && reached == captured;
 	leave_place(&before);
 	return is ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
 }
@@ -270,7 +319,7 @@ static CUresult end_capture(CUstream stream, CUgraph *graph)
 	result = sequence->spoiled ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : is_joined(sequence);
 	*graph = result == CUDA_SUCCESS ? sequence->graph : NULL;
 	if (result != CUDA_SUCCESS)
-		free_graph(sequence->graph);
+		drop_graph(sequence);
 	end(sequence);
 	return result;
 }

@@ -117,9 +117,9 @@ API CUresult cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigned i
 	result = find_stream(context, hStream, &stream);
 	if (result != CUDA_SUCCESS)
 		return leave(result);
-	/* What is more than an edge is nothing here. */
+	operation.type = CU_GRAPH_NODE_TYPE_EVENT_RECORD;
 	if (stream->capture && flags & CU_EVENT_RECORD_EXTERNAL)
-		return leave(is_spoiled(stream) ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS);
+		return leave(capture(stream, &operation));
 	result = capture_record(stream, &hEvent->captured);
 	if (result != CUDA_SUCCESS || stream->capture)
 		return leave(result);
@@ -187,7 +187,7 @@ API CUresult cuEventElapsedTime(float *pMilliseconds, CUevent hStart, CUevent hE
 
 API CUresult cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Flags)
 {
-	struct operation nothing = { .run = NULL };
+	struct operation nothing = { .run = NULL, .type = CU_GRAPH_NODE_TYPE_WAIT_EVENT, .event = { hEvent } };
 	CUcontext context;
 	CUstream stream;
 	CUresult result = enter_event(hEvent, &context);
@@ -201,9 +201,43 @@ API CUresult cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Fl
 	if (result != CUDA_SUCCESS)
 		return leave(result);
 	is_never = !hEvent->recorded && !hEvent->captured.id;
-	if (stream->capture && (is_never || Flags & CU_EVENT_WAIT_EXTERNAL))
+	if (stream->capture && Flags & CU_EVENT_WAIT_EXTERNAL)
+		return leave(capture(stream, &nothing));
+	if (stream->capture && is_never)
 		return leave(is_spoiled(stream) ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS);
 	if (stream->capture || hEvent->captured.id)
 		return leave(capture_wait(stream, &hEvent->captured));
 	return leave(submit_after(stream, &nothing, hEvent->moment));
+}
+
+/* In graphs */
+
+CUresult prepare_event(CUevent event, CUgraphNodeType type, struct operation *operation)
+{
+	CUcontext context = primary_of(current_device());
+
+	if (!is_event(event, context))
+		return CUDA_ERROR_INVALID_VALUE;
+	*operation = (struct operation){ .type = type, .event = { event } };
+	if (type == CU_GRAPH_NODE_TYPE_EVENT_RECORD) {
+		operation->run = stamp;
+		operation->always = true;
+	}
+	return CUDA_SUCCESS;
+}
+
+CUresult submit_event(CUstream stream, const struct operation *operation)
+{
+	CUevent event = operation->event.event;
+	CUresult result;
+
+	if (operation->type == CU_GRAPH_NODE_TYPE_WAIT_EVENT)
+		return submit_after(stream, operation, event->moment);
+	result = submit(stream, operation);
+	if (result == CUDA_SUCCESS && !stream->capture) {
+		event->recorded = true;
+		event->captured.id = 0;
+		event->moment = (struct moment){ stream, stream->submitted };
+	}
+	return result;
 }

@@ -6,13 +6,16 @@
 #include "standin.h"
 
 struct part {
-	CUgraphNode node;	/* of the graph that was instantiated; of a graph in it all parts are one node's */
+	CUgraphNode node;	/* of the graph that was instantiated; of a copy of a graph in it all parts are one node's */
 	struct operation operation;
+	CUgraphExec *bodies;	/* of a conditional one */
 };
 
 struct CUgraphExec_st {
 	CUgraphExec next;
 	const void *sign;
+	struct operation *first;	/* what comes before all parts: values of conditions */
+	size_t first_count;
 	struct part *parts;
 	size_t count;
 };
@@ -32,7 +35,7 @@ static bool append(CUgraphExec exec, CUgraphNode node, const struct operation *o
 	if (!larger)
 		return false;
 	exec->parts = larger;
-	exec->parts[exec->count++] = (struct part){ node, *operation };
+	exec->parts[exec->count++] = (struct part){ node, *operation, NULL };
 	return true;
 }
 
@@ -56,6 +59,25 @@ static bool has(CUgraphNode const *done, size_t count, CUgraphNode node)
 	return count != 0;
 }
 
+static CUresult flatten(CUgraphExec exec, const struct CUgraph_st *graph, CUgraphNode whole);
+
+static CUresult flatten_bodies(CUgraphExec exec, CUgraphNode node)
+{
+	CUgraphExec *bodies = calloc(node->bodies_count, sizeof(*bodies));
+	CUresult result = bodies && append(exec, node, &node->operation) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+
+	if (result != CUDA_SUCCESS) {
+		free(bodies);
+		return result;
+	}
+	exec->parts[exec->count - 1].bodies = bodies;
+	for (unsigned int i = 0; i < node->bodies_count && result == CUDA_SUCCESS; i++) {
+		bodies[i] = calloc(1, sizeof(*bodies[i]));
+		result = bodies[i] ? flatten(bodies[i], node->bodies[i], NULL) : CUDA_ERROR_OUT_OF_MEMORY;
+	}
+	return result;
+}
+
 /* What the nodes do, each after what it comes after. `whole`: the node that all of it is of; NULL: each its own. */
 static CUresult flatten(CUgraphExec exec, const struct CUgraph_st *graph, CUgraphNode whole)
 {
@@ -72,7 +94,9 @@ static CUresult flatten(CUgraphExec exec, const struct CUgraph_st *graph, CUgrap
 				continue;
 			done[count++] = node;
 			if (node->child)
-				result = flatten(exec, node->child, whole ? whole : node);
+				result = flatten(exec, node->child, whole ? whole : node->is_moved ? NULL : node);
+			else if (node->bodies_count)
+				result = flatten_bodies(exec, node);
 			else if (node->type != CU_GRAPH_NODE_TYPE_EMPTY &&
 				 !append(exec, whole ? whole : node, &node->operation))
 				result = CUDA_ERROR_OUT_OF_MEMORY;
@@ -86,6 +110,21 @@ static CUresult flatten(CUgraphExec exec, const struct CUgraph_st *graph, CUgrap
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static CUgraphExec execs;
 
+static void free_parts(CUgraphExec exec)
+{
+	for (size_t i = 0; i < exec->count; i++) {
+		struct part *part = &exec->parts[i];
+
+		for (unsigned int k = 0; part->bodies && k < part->operation.conditional.count; k++) {
+			if (part->bodies[k])
+				free_parts(part->bodies[k]);
+			free(part->bodies[k]);
+		}
+		free(part->bodies);
+	}
+	free(exec->parts);
+}
+
 static void free_exec(CUgraphExec exec)
 {
 	CUgraphExec *link = &execs;
@@ -95,7 +134,8 @@ static void free_exec(CUgraphExec exec)
 		link = &(*link)->next;
 	*link = exec->next;
 	pthread_mutex_unlock(&lock);
-	free(exec->parts);
+	free_parts(exec);
+	free(exec->first);
 	is_gone(exec);
 	free(exec);
 }
@@ -104,6 +144,33 @@ static __attribute__((destructor)) void free_execs(void)
 {
 	while (execs)
 		free_exec(execs);
+}
+
+/* Those of graphs in it, too. False: no memory. */
+static bool assign_all(CUgraphExec exec, const struct CUgraph_st *graph)
+{
+	bool is = true;
+
+	for (struct condition *condition = graph->conditions; condition && is; condition = condition->next) {
+		struct operation *larger;
+
+		if (!condition->assigns)
+			continue;
+		larger = realloc(exec->first, (exec->first_count + 1) * sizeof(*larger));
+		is = larger != NULL;
+		if (is) {
+			larger[exec->first_count++] = assignment(condition);
+			exec->first = larger;
+		}
+	}
+	for (size_t i = 0; i < graph->count && is; i++) {
+		const struct CUgraphNode_st *node = graph->nodes[i];
+
+		is = !node->child || assign_all(exec, node->child);
+		for (unsigned int k = 0; k < node->bodies_count && is; k++)
+			is = assign_all(exec, node->bodies[k]);
+	}
+	return is;
 }
 
 static CUresult instantiate(CUgraphExec *out, const struct CUgraph_st *graph)
@@ -120,6 +187,8 @@ static CUresult instantiate(CUgraphExec *out, const struct CUgraph_st *graph)
 	execs = exec;
 	pthread_mutex_unlock(&lock);
 	result = flatten(exec, graph, NULL);
+	if (result == CUDA_SUCCESS && !assign_all(exec, graph))
+		result = CUDA_ERROR_OUT_OF_MEMORY;
 	if (result == CUDA_SUCCESS)
 		*out = exec;
 	else
@@ -155,6 +224,40 @@ API CUresult cuGraphInstantiateWithParams(CUgraphExec *phGraphExec, CUgraph hGra
 	return result;
 }
 
+/* As it is now: whoever changes it later does not change what was launched. False: no memory. */
+static bool prepare_part(const struct part *part, struct operation *operation)
+{
+	*operation = part->operation;
+	if (!part->bodies)
+		return true;
+	if (!prepare_conditional(operation))
+		return false;
+	for (unsigned int i = 0; i < operation->conditional.count; i++) {
+		const struct CUgraphExec_st *from = part->bodies[i];
+		struct body *body = new_body(from->count);
+
+		for (size_t k = 0; body && k < from->count; k++)
+			if (!prepare_part(&from->parts[k], &body->each[k]))
+				return false;
+		if (!body)
+			return false;
+		operation->conditional.bodies[i] = body;
+	}
+	return true;
+}
+
+static CUresult submit_part(CUstream stream, const struct part *part)
+{
+	struct operation prepared, *operation = &prepared;
+	bool is = prepare_part(part, operation);
+	bool is_event = operation->type == CU_GRAPH_NODE_TYPE_EVENT_RECORD ||
+			operation->type == CU_GRAPH_NODE_TYPE_WAIT_EVENT;
+
+	if (!is)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	return is_event ? submit_event(stream, operation) : submit(stream, operation);
+}
+
 API CUresult cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 {
 	CUstream stream;
@@ -165,8 +268,10 @@ API CUresult cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 	result = enter_stream(hStream, &stream);
 	if (result != CUDA_SUCCESS)
 		return result;
+	for (size_t i = 0; i < hGraphExec->first_count && result == CUDA_SUCCESS; i++)
+		result = submit(stream, &hGraphExec->first[i]);
 	for (size_t i = 0; i < hGraphExec->count && result == CUDA_SUCCESS; i++)
-		result = submit(stream, &hGraphExec->parts[i].operation);
+		result = submit_part(stream, &hGraphExec->parts[i]);
 	return leave(result);
 }
 
@@ -191,8 +296,13 @@ API CUresult cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGraph, CUgrap
 	is = like->count == hGraphExec->count;
 	for (size_t i = 0; is && i < like->count; i++)
 		is = like->parts[i].operation.type == hGraphExec->parts[i].operation.type;
-	for (size_t i = 0; is && i < like->count; i++)
+	for (size_t i = 0; is && i < like->count; i++) {
+		CUgraphExec *bodies = like->parts[i].bodies;
+
+		like->parts[i].bodies = hGraphExec->parts[i].bodies;
+		hGraphExec->parts[i].bodies = bodies;
 		hGraphExec->parts[i].operation = like->parts[i].operation;
+	}
 	free_exec(like);
 	*resultInfo = (CUgraphExecUpdateResultInfo){
 		.result = is ? CU_GRAPH_EXEC_UPDATE_SUCCESS : CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED,
@@ -200,20 +310,34 @@ API CUresult cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGraph, CUgrap
 	return gate_node(is ? CUDA_SUCCESS : CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE);
 }
 
-static CUresult change(CUgraphExec exec, CUgraphNode node, CUgraphNodeType type, CUresult prepared,
-		       const struct operation *operation)
+static struct part *find_part(CUgraphExec exec, const struct CUgraphNode_st *node)
 {
-	size_t i = 0;
+	struct part *found = NULL;
+
+	for (size_t i = 0; i < exec->count && !found; i++) {
+		struct part *part = &exec->parts[i];
+
+		if (part->node == node)
+			return part;
+		for (unsigned int k = 0; part->bodies && k < part->operation.conditional.count && !found; k++)
+			found = find_part(part->bodies[k], node);
+	}
+	return found;
+}
+
+CUresult change_exec(CUgraphExec exec, CUgraphNode node, CUgraphNodeType type, CUresult prepared,
+		     const struct operation *operation)
+{
+	struct part *part;
 
 	if (prepared != CUDA_SUCCESS)
 		return prepared;
 	if (!is_exec(exec) || !is_node(node) || node->type != type)
 		return CUDA_ERROR_INVALID_VALUE;
-	while (i < exec->count && exec->parts[i].node != node)
-		i++;
-	if (i == exec->count)
+	part = find_part(exec, node);
+	if (!part)
 		return CUDA_ERROR_INVALID_VALUE;
-	exec->parts[i].operation = *operation;
+	part->operation = *operation;
 	return CUDA_SUCCESS;
 }
 
@@ -226,7 +350,7 @@ API CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec hGraphExec, CUgraphNo
 
 	if (result != CUDA_SUCCESS)
 		return result;
-	return gate_node(leave(change(hGraphExec, hNode, CU_GRAPH_NODE_TYPE_KERNEL,
+	return gate_node(leave(change_exec(hGraphExec, hNode, CU_GRAPH_NODE_TYPE_KERNEL,
 				      prepare_kernel(nodeParams, &operation), &operation)));
 }
 
@@ -241,7 +365,7 @@ API CUresult cuGraphExecMemcpyNodeSetParams(CUgraphExec hGraphExec, CUgraphNode 
 	if (result != CUDA_SUCCESS)
 		return result;
 	result = ctx == context ? prepare_box(copyParams, &operation, &wait) : CUDA_ERROR_INVALID_VALUE;
-	return leave(change(hGraphExec, hNode, CU_GRAPH_NODE_TYPE_MEMCPY, result, &operation));
+	return leave(change_exec(hGraphExec, hNode, CU_GRAPH_NODE_TYPE_MEMCPY, result, &operation));
 }
 
 API CUresult cuGraphExecMemsetNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
@@ -258,7 +382,7 @@ API CUresult cuGraphExecMemsetNodeSetParams(CUgraphExec hGraphExec, CUgraphNode 
 					memsetParams->value, memsetParams->elementSize, memsetParams->width,
 					memsetParams->height, &operation)
 			 : CUDA_ERROR_INVALID_VALUE;
-	return leave(change(hGraphExec, hNode, CU_GRAPH_NODE_TYPE_MEMSET, result, &operation));
+	return leave(change_exec(hGraphExec, hNode, CU_GRAPH_NODE_TYPE_MEMSET, result, &operation));
 }
 
 API CUresult cuGraphExecChildGraphNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, CUgraph childGraph)
@@ -286,6 +410,8 @@ API CUresult cuGraphExecNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
 {
 	CUDA_KERNEL_NODE_PARAMS kernel;
 	CUDA_MEMSET_NODE_PARAMS set;
+	CUDA_HOST_NODE_PARAMS host;
+	CUDA_BATCH_MEM_OP_NODE_PARAMS memory;
 	CUcontext context = NULL;
 
 	if (!nodeParams)
@@ -302,6 +428,16 @@ API CUresult cuGraphExecNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
 		return cuGraphExecMemsetNodeSetParams(hGraphExec, hNode, &set, context);
 	case CU_GRAPH_NODE_TYPE_GRAPH:
 		return cuGraphExecChildGraphNodeSetParams(hGraphExec, hNode, nodeParams->graph.graph);
+	case CU_GRAPH_NODE_TYPE_HOST:
+		memcpy(&host, &nodeParams->host, sizeof(host));
+		return cuGraphExecHostNodeSetParams(hGraphExec, hNode, &host);
+	case CU_GRAPH_NODE_TYPE_EVENT_RECORD:
+		return cuGraphExecEventRecordNodeSetEvent(hGraphExec, hNode, nodeParams->eventRecord.event);
+	case CU_GRAPH_NODE_TYPE_WAIT_EVENT:
+		return cuGraphExecEventWaitNodeSetEvent(hGraphExec, hNode, nodeParams->eventWait.event);
+	case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
+		memcpy(&memory, &nodeParams->memOp, sizeof(memory));
+		return cuGraphExecBatchMemOpNodeSetParams(hGraphExec, hNode, &memory);
 	default:
 		return CUDA_ERROR_NOT_SUPPORTED;
 	}

@@ -55,14 +55,56 @@ static void strike(CUgraph graph)
 	pthread_mutex_unlock(&lock);
 }
 
+void disown_graph(CUgraph graph)
+{
+	strike(graph);
+	graph->next = NULL;
+}
+
+static void free_node(CUgraphNode node)
+{
+	free_graph(node->child);
+	for (unsigned int i = 0; i < node->bodies_count; i++)
+		free_graph(node->bodies[i]);
+	free(node->bodies);
+	free(node->after);
+	free(node->data);
+	is_gone(node);
+	free(node);
+}
+
+static void drop_edges(CUgraphNode node, const struct CUgraphNode_st *to)
+{
+	size_t kept = 0;
+
+	for (size_t i = 0; i < node->count; i++)
+		if (node->after[i] != to) {
+			if (node->data)
+				node->data[kept] = node->data[i];
+			node->after[kept++] = node->after[i];
+		}
+	node->count = kept;
+}
+
+void remove_node(CUgraphNode node)
+{
+	CUgraph graph = node->graph;
+	size_t at = 0;
+
+	while (graph->nodes[at] != node)
+		at++;
+	graph->count--;
+	for (size_t i = at; i < graph->count; i++)
+		graph->nodes[i] = graph->nodes[i + 1];
+	for (size_t i = 0; i < graph->count; i++)
+		drop_edges(graph->nodes[i], node);
+	free_node(node);
+}
+
 void free_graph(CUgraph graph)
 {
-	for (size_t i = 0; graph && i < graph->count; i++) {
-		free_graph(graph->nodes[i]->child);
-		free(graph->nodes[i]->after);
-		is_gone(graph->nodes[i]);
-		free(graph->nodes[i]);
-	}
+	for (size_t i = 0; graph && i < graph->count; i++)
+		free_node(graph->nodes[i]);
 	if (!graph)
 		return;
 	strike(graph);

@@ -15,17 +15,14 @@ static void call_back(struct operation *operation)
 	operation->host.callback(operation->host.stream, operation->status, operation->host.data);
 }
 
-API CUresult cuGraphAddHostNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
-				size_t numDependencies, const CUDA_HOST_NODE_PARAMS *nodeParams)
+CUresult prepare_host(const CUDA_HOST_NODE_PARAMS *given, struct operation *operation)
 {
-	struct operation operation = { .run = call_function, .type = CU_GRAPH_NODE_TYPE_HOST };
-
-	if (!nodeParams || !nodeParams->fn)
+	*operation = (struct operation){ .run = call_function, .type = CU_GRAPH_NODE_TYPE_HOST };
+	if (!given || !given->fn)
 		return CUDA_ERROR_INVALID_VALUE;
-	operation.host.function = nodeParams->fn;
-	operation.host.data = nodeParams->userData;
-	return gate_node(new_node(phGraphNode, hGraph, dependencies, numDependencies, CU_GRAPH_NODE_TYPE_HOST,
-				  &operation));
+	operation->host.function = given->fn;
+	operation->host.data = given->userData;
+	return CUDA_SUCCESS;
 }
 
 API CUresult cuLaunchHostFunc(CUstream hStream, CUhostFn fn, void *userData)

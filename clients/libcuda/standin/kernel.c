@@ -218,15 +218,32 @@ static void take_attribute(CUlaunchAttribute *given, CUfunction function)
 		value->deviceUpdatableKernelNode.devNode = (CUgraphDeviceNode)function;
 }
 
+/* What a captured one has its node has. */
+static CUresult keep_attributes(const CUlaunchConfig *config)
+{
+	CUstream stream;
+	CUresult result = config->numAttrs ? enter_stream(config->hStream, &stream) : CUDA_ERROR_INVALID_VALUE;
+
+	if (result != CUDA_SUCCESS)
+		return CUDA_SUCCESS;
+	for (unsigned int i = 0; stream->capture && i < config->numAttrs; i++)
+		if (config->attrs[i].id < NODE_ATTRIBUTES)
+			stream->place.nodes[0]->attributes[config->attrs[i].id] = config->attrs[i].value;
+	return leave(CUDA_SUCCESS);
+}
+
 API CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
 {
+	CUresult result;
+
 	if (!config)
 		return CUDA_ERROR_INVALID_VALUE;
 	for (unsigned int i = 0; i < config->numAttrs; i++)
 		take_attribute(&config->attrs[i], f);
-	return cuLaunchKernel(f, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX,
+	result = cuLaunchKernel(f, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX,
 			      config->blockDimY, config->blockDimZ, config->sharedMemBytes, config->hStream,
 			      kernelParams, extra);
+	return result == CUDA_SUCCESS ? keep_attributes(config) : result;
 }
 
 API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *numBlocks, CUfunction func, int blockSize,

@@ -120,6 +120,20 @@ static bool is_fit(const CUstreamBatchMemOpParams *one)
 	return address % width(one) == 0 && may_access(address, width(one), is_wait(one) ? ACCESS_READ : ACCESS_WRITE);
 }
 
+/* What it is given is kept in the node. */
+CUresult prepare_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS *given, struct operation *operation)
+{
+	*operation = (struct operation){ .run = run, .type = CU_GRAPH_NODE_TYPE_BATCH_MEM_OP };
+	if (!given || !given->paramArray || !given->count || given->count > MOST || given->flags)
+		return CUDA_ERROR_INVALID_VALUE;
+	for (unsigned int i = 0; i < given->count; i++)
+		if (!is_fit(&given->paramArray[i]))
+			return CUDA_ERROR_INVALID_VALUE;
+	memcpy(operation->memory.each, given->paramArray, given->count * sizeof(*given->paramArray));
+	operation->memory.count = given->count;
+	return CUDA_SUCCESS;
+}
+
 API CUresult cuStreamBatchMemOp_v2(CUstream stream, unsigned int count, CUstreamBatchMemOpParams *paramArray,
 				   unsigned int flags)
 {

@@ -187,6 +187,12 @@ struct operation {
 		struct {
 			struct CUevent_st *event;
 		} event;
+		struct {
+			struct condition *condition;
+			CUgraphConditionalNodeType type;
+			unsigned int count;
+			struct body **bodies;		/* as they were when it was launched */
+		} conditional;
 	};
 };
 
@@ -223,17 +229,36 @@ CUresult fill_rows(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, s
 /* event.c */
 void close_events(CUcontext context);	/* after its streams */
 
+/* With the lock: what a node of a graph does that records the event, or waits for it; and a launch of that. */
+CUresult prepare_event(CUevent event, CUgraphNodeType type, struct operation *operation);
+CUresult submit_event(CUstream stream, const struct operation *operation);
+
+/* memops.c: likewise, of memory operations. */
+CUresult prepare_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS *given, struct operation *operation);
+
+/* hostfunc.c: of a function of the host. */
+CUresult prepare_host(const CUDA_HOST_NODE_PARAMS *given, struct operation *operation);
+
+#define NODE_ATTRIBUTES (CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT + 1)
+
 /* graph.c */
 struct CUgraphNode_st {
 	CUgraph graph;
 	CUgraphNodeType type;
 	struct operation operation;	/* of one that is no graph and not empty */
 	CUgraph child;			/* its own */
+	bool is_moved;			/* that was the program's */
+	CUgraph *bodies;		/* of a conditional node, its own */
+	unsigned int bodies_count;
 	CUDA_KERNEL_NODE_PARAMS kernel;	/* as it was given, but for what it points to */
 	CUDA_MEMCPY3D copy;
 	CUDA_MEMSET_NODE_PARAMS set;
 	CUgraphNode *after;
+	CUgraphEdgeData *data;		/* of each of those edges, which means nothing here; NULL: none has any */
 	size_t count;
+	CUkernelNodeAttrValue attributes[NODE_ATTRIBUTES];
+	struct CUgraphNode_st *original;	/* of the graph that this is a copy of; NULL: of none */
+	cuuint64_t capture;		/* the capture that it came by; 0: none */
 };
 
 struct CUgraph_st {
@@ -241,18 +266,46 @@ struct CUgraph_st {
 	const void *sign;		/* of another copy of this library it is no graph here */
 	CUgraphNode *nodes;
 	size_t count;
+	const struct CUgraph_st *original;	/* that it was cloned from */
+	struct condition *conditions;
 };
+
+/* conditional.c */
+struct condition {
+	struct condition *next;
+	uint32_t value, initial;
+	bool assigns;			/* the initial value, by each launch */
+};
+
+struct body {
+	size_t count;
+	struct operation each[];
+};
+
+struct body *new_body(size_t count);	/* NULL: no memory */
+bool prepare_conditional(struct operation *operation);	/* for a launch; there is a place for its bodies */
+struct operation assignment(struct condition *condition);
+CUresult add_conditional(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count,
+			 CUDA_CONDITIONAL_NODE_PARAMS *given);
+void disown_graph(CUgraph graph);	/* graph.c: it is a node's from now on */
 
 CUgraph new_graph(void);		/* NULL: no memory */
 CUgraph new_child(void);		/* the same, of a node that ends it */
 void free_graph(CUgraph graph);
 bool is_graph(const struct CUgraph_st *graph);
 
+/* A node goes, and the edges that it has. */
+void remove_node(CUgraphNode node);
+
 /* A new node; NULL: no memory. */
 CUgraphNode add_node(CUgraph graph, CUgraphNodeType type, const struct operation *operation);
 bool is_node(const struct CUgraphNode_st *node);
 
 /* nodes.c: as a call of cuda.h that adds one; with the lock where `operation` needs it. */
+CUresult change_node(CUgraphNode node, CUgraphNodeType type, CUresult prepared, const struct operation *operation);
+CUresult change_exec(CUgraphExec exec, CUgraphNode node, CUgraphNodeType type, CUresult prepared,
+		     const struct operation *operation);
+bool are_of(const struct CUgraph_st *graph, const CUgraphNode *nodes, size_t count);
 CUresult new_node(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count, CUgraphNodeType type,
 		  const struct operation *operation);
 

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from faultinject.programs.devices.instance import Driver, DriverError
+from tests.support import nodes as kinds
 from tests.support.nodes import EMPTY, GRAPH, HOST, KERNEL, MEMCPY, MEMSET, Nodes
 
 IMAGE = b"standin module\nkernel add add 0\nkernel late add 200000\nkernel fill fill 0\n"
 IMAGE += b"kernel copy copy 0\nkernel slow add 3000000\nkernel long add 30000000\nkernel store store 0\n"
-IMAGE += b"kernel trap trap 0\nglobal table 16\n"
+IMAGE += b"kernel trap trap 0\nkernel condition condition 0\nglobal table 16\n"
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 ADD = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
@@ -40,7 +41,7 @@ class Program(Driver):
         self.context = self.made("cuDevicePrimaryCtxRetain", int(os.environ.get("MPSD_TEST_DEVICE", "0")))
         self.current()
         self.module = self.made("cuModuleLoadData", IMAGE)
-        for name in ("add", "late", "fill", "copy", "slow", "long", "store", "trap"):
+        for name in ("add", "late", "fill", "copy", "slow", "long", "store", "trap", "condition"):
             self.functions[name] = self.made("cuModuleGetFunction", self.module, name.encode())
         self.began: list[str] = []
         self.ran: list[tuple[str, int]] = []
@@ -235,7 +236,7 @@ def in_child(expression: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-__all__ = ["EMPTY", "GRAPH", "HOST", "KERNEL", "MEMCPY", "MEMSET"]
+__all__ = ["EMPTY", "GRAPH", "HOST", "KERNEL", "MEMCPY", "MEMSET", "kinds"]
 
 gpu = Program()
 nodes = Nodes(gpu)

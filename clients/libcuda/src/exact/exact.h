@@ -64,6 +64,7 @@ enum mpsd_wait {
 /* What the GPU has to have written before a wait may say so. */
 struct mpsd_proof {
 	uint64_t began_ns;	/* the driver waits for it from then on; 0: it does not */
+	bool is_by_graph;	/* of an event that a graph records: the driver's word is all there is */
 	unsigned int count;
 	struct {
 		unsigned int lane;

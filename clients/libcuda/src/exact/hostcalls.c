@@ -19,6 +19,18 @@ CUresult mpsd_host_hand_over(const struct mpsd_host *host, CUstream stream, CUho
 	}
 }
 
+struct mpsd_op *mpsd_call_of_node(CUhostFn function, void *data)
+{
+	struct mpsd_op *op = calloc(1, sizeof(*op));
+
+	if (!op)
+		return NULL;
+	op->kind = MPSD_OP_CALL;
+	op->call.function = function;
+	op->call.data = data;
+	return op;
+}
+
 static struct mpsd_host *new_host(const struct mpsd_host *given)
 {
 	struct mpsd_host *host = malloc(sizeof(*host));
@@ -57,7 +69,18 @@ static CUresult work(const struct mpsd_host *given)
 	return mpsd_submit(op, false);
 }
 
-/* What runs with each launch of a graph no other copy is given. What is refused is the driver's to refuse. */
+/* It becomes a node of a graph, and runs with each launch of that. */
+static CUresult capture(const struct mpsd_host *given)
+{
+	struct mpsd_op *op = mpsd_call_of_node(given->function, given->data);
+
+	if (!op)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	op->stream = given->stream;
+	return mpsd_submit(op, false);
+}
+
+/* What is refused is the driver's to refuse. */
 static CUresult start(struct mpsd_host given, CUresult (*how)(const struct mpsd_host *given))
 {
 	bool is_none = given.kind == CALLBACK ? !given.callback : !given.function;
@@ -67,6 +90,8 @@ static CUresult start(struct mpsd_host given, CUresult (*how)(const struct mpsd_
 	/* The driver is asked: there are ways to capture that are not followed. */
 	if (!is_none && !mpsd_is_in_capture(given.stream))
 		return how(&given);
+	if (!is_none && given.kind == PLAIN)
+		return capture(&given);
 	result = mpsd_host_hand_over(&given, mpsd_native(given.stream), given.function, given.callback, given.data);
 	return mpsd_line_made(result, "a host callback in a graph");
 }

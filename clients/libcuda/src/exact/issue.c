@@ -176,9 +176,24 @@ static CUresult issue_part(const struct mpsd_op *op, void *stream)
 	if (op->kind == MPSD_OP_GRAPH)
 		return mpsd_op_issue_parts(op, stream);
 	/* Of what was captured these are edges. */
-	if (op->kind == MPSD_OP_WAIT || (op->kind == MPSD_OP_RECORD && !op->event.is_flagged))
+	if (op->kind == MPSD_OP_WAIT || (op->kind == MPSD_OP_RECORD && !mpsd_op_is_event_node(op)))
 		return CUDA_SUCCESS;
+	/* Outside of a capture that is an event like any other. */
+	if (op->kind == MPSD_OP_RECORD)
+		return inner_cuEventRecord(mpsd_native(op->event.event), stream);
 	return issue_alone(op, stream);
+}
+
+static CUresult capture_part(const struct mpsd_op *op, void *stream)
+{
+	if (op->kind == MPSD_OP_GRAPH)
+		return mpsd_op_capture_parts(op, stream);
+	return mpsd_op_is_event_node(op) ? issue_alone(op, stream) : issue_part(op, stream);
+}
+
+CUresult mpsd_op_capture_parts(const struct mpsd_op *op, CUstream stream)
+{
+	return mpsd_graph_each(op->graph.graph, capture_part, stream);
 }
 
 CUresult mpsd_op_issue_parts(const struct mpsd_op *op, CUstream stream)
@@ -201,9 +216,19 @@ static CUresult launch_graph(const struct mpsd_op *op, CUstream stream)
 	CUresult result;
 
 	if (is_changed(op))
-		return mpsd_op_issue_parts(op, stream);
+		return mpsd_graph_is_conditional(op->graph.graph) ? mpsd_exec_launch_once(op->graph.graph, stream)
+								   : mpsd_op_issue_parts(op, stream);
 	result = mpsd_exec_native(op->graph.exec, &native);
 	return result == CUDA_SUCCESS ? inner_cuGraphLaunch(native, stream) : result;
+}
+
+static CUresult call(const struct mpsd_op *op, CUstream stream)
+{
+	CUDA_HOST_NODE_PARAMS given;
+
+	if (!mpsd_hostnode_native(op, &given))
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	return inner_cuLaunchHostFunc(stream, given.fn, given.userData);
 }
 
 CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent event)
@@ -225,6 +250,8 @@ CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent eve
 		return mpsd_host_issue(op->host, stream);
 	case MPSD_OP_MEMORY:
 		return mpsd_memops_issue(op->memory, stream);
+	case MPSD_OP_CALL:
+		return call(op, stream);
 	default:
 		return inner_cuStreamWaitEvent(stream, event, op->event.flags);
 	}

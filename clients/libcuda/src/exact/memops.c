@@ -113,19 +113,28 @@ static CUresult give_one(CUstream stream, const CUstreamBatchMemOpParams *one)
 	}
 }
 
-/* By the names of the copy of this call. */
-static CUresult give(CUstream stream, const CUstreamBatchMemOpParams *each, unsigned int count, unsigned int flags)
+/* By the names of the copy of this call. NULL: no memory. */
+static CUstreamBatchMemOpParams *native_of(const CUstreamBatchMemOpParams *each, unsigned int count)
 {
 	CUstreamBatchMemOpParams *native = malloc((count + 1) * sizeof(*native));
-	CUresult result;
 
 	if (!native)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+		return NULL;
 	memcpy(native, each, count * sizeof(*native));
 	/* Both kinds have it at the same place. */
 	for (unsigned int i = 0; i < count; i++)
 		if (is_wait(&each[i]) || is_write(&each[i]))
 			native[i].writeValue.address = mpsd_address(each[i].writeValue.address);
+	return native;
+}
+
+static CUresult give(CUstream stream, const CUstreamBatchMemOpParams *each, unsigned int count, unsigned int flags)
+{
+	CUstreamBatchMemOpParams *native = native_of(each, count);
+	CUresult result;
+
+	if (!native)
+		return CUDA_ERROR_OUT_OF_MEMORY;
 	result = inner_cuStreamBatchMemOp_v2(stream, count, native, flags);
 	free(native);
 	return result;
@@ -150,8 +159,8 @@ static void all_written(const CUstreamBatchMemOpParams *each, unsigned int count
 			mpsd_written(each[i].writeValue.address);
 }
 
-static CUresult submit(CUstream stream, bool is_batch, const CUstreamBatchMemOpParams *each, unsigned int count,
-		       unsigned int flags)
+/* NULL: no memory. */
+static struct mpsd_op *new_op(bool is_batch, const CUstreamBatchMemOpParams *each, unsigned int count, unsigned int flags)
 {
 	struct mpsd_memops *ops = malloc(sizeof(*ops) + count * sizeof(*each));
 	struct mpsd_op *op = calloc(1, sizeof(*op));
@@ -159,17 +168,39 @@ static CUresult submit(CUstream stream, bool is_batch, const CUstreamBatchMemOpP
 	if (!op || !ops) {
 		free(op);
 		free(ops);
-		return CUDA_ERROR_OUT_OF_MEMORY;
+		return NULL;
 	}
 	*ops = (struct mpsd_memops){ is_batch, count, flags };
 	memcpy(ops->each, each, count * sizeof(*each));
 	op->kind = MPSD_OP_MEMORY;
-	op->stream = stream;
 	op->memory = ops;
+	return op;
+}
+
+static CUresult submit(CUstream stream, bool is_batch, const CUstreamBatchMemOpParams *each, unsigned int count,
+		       unsigned int flags)
+{
+	struct mpsd_op *op = new_op(is_batch, each, count, flags);
+
+	if (!op)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	op->stream = stream;
 	return mpsd_submit(op, false);
 }
 
-static const char in_a_graph[] = "a stream memory operation in a graph";
+struct mpsd_op *mpsd_memops_of_node(const CUDA_BATCH_MEM_OP_NODE_PARAMS *given)
+{
+	if (!given->paramArray || !given->count || !are_known(given->paramArray, given->count))
+		return NULL;
+	all_written(given->paramArray, given->count);
+	return new_op(true, given->paramArray, given->count, given->flags);
+}
+
+CUDA_BATCH_MEM_OP_NODE_PARAMS mpsd_memops_native(const struct mpsd_memops *ops, CUcontext context)
+{
+	return (CUDA_BATCH_MEM_OP_NODE_PARAMS){ mpsd_native(context), ops->count, native_of(ops->each, ops->count),
+						ops->flags };
+}
 
 static CUresult make(CUstream stream, CUstreamBatchMemOpParams one)
 {
@@ -180,8 +211,6 @@ static CUresult make(CUstream stream, CUstreamBatchMemOpParams one)
 
 static CUresult work(CUstream stream, CUstreamBatchMemOpParams one)
 {
-	if (mpsd_is_in_capture(stream))
-		return mpsd_line_made(make(stream, one), in_a_graph);
 	mpsd_written(one.writeValue.address);
 	return submit(stream, false, &one, 1, 0);
 }
@@ -228,8 +257,6 @@ CUresult work_cuStreamBatchMemOp_v2(CUstream stream, unsigned int count, CUstrea
 {
 	if (!paramArray || !count || !are_known(paramArray, count))
 		return make_cuStreamBatchMemOp_v2(stream, count, paramArray, flags);
-	if (mpsd_is_in_capture(stream))
-		return mpsd_line_made(make_cuStreamBatchMemOp_v2(stream, count, paramArray, flags), in_a_graph);
 	all_written(paramArray, count);
 	return submit(stream, true, paramArray, count, flags);
 }

@@ -368,6 +368,65 @@ CUresult mpsd_params_take(const struct mpsd_launch *given, void **parameters, vo
 	return result;
 }
 
+/* Behind those that the launch has, or in place of the one of that kind. */
+static unsigned int put_attribute(CUlaunchAttribute *attributes, unsigned int count, CUlaunchAttributeID id,
+				  const CUlaunchAttributeValue *value)
+{
+	unsigned int i = 0;
+
+	while (i < count && attributes[i].id != id)
+		i++;
+	attributes[i] = (CUlaunchAttribute){ .id = id, .value = *value };
+	return i == count ? count + 1 : count;
+}
+
+/* What is not brief lies on no shelf, so the lock is not needed. NULL: no memory. */
+static struct mpsd_op *copy_with(const struct mpsd_op *op, const CUlaunchConfig *config)
+{
+	const struct mpsd_launch launch = { op->launch.function, op->stream, config, op->launch.is_plain,
+					    op->launch.is_cooperative, false };
+	struct mpsd_op *made = make(&launch, op->launch.count, op->launch.bytes);
+
+	if (!made)
+		return NULL;
+	memcpy(made->launch.buffer, op->launch.buffer, op->launch.bytes);
+	for (unsigned int i = 0; i < op->launch.count; i++)
+		made->launch.parameters[i] = made->launch.buffer + ((char *)op->launch.parameters[i] - op->launch.buffer);
+	made->launch.is_buffer = op->launch.is_buffer;
+	made->launch.reader = op->launch.reader;
+	return made;
+}
+
+struct mpsd_op *mpsd_params_copy(const struct mpsd_op *op)
+{
+	CUlaunchConfig config = op->launch.config;
+
+	config.attrs = op->launch.attributes;
+	return copy_with(op, &config);
+}
+
+struct mpsd_op *mpsd_params_with(const struct mpsd_op *op, CUlaunchAttributeID id, const CUlaunchAttributeValue *value)
+{
+	static const CUlaunchAttributeValue cooperative = { .cooperative = 1 };
+	CUlaunchConfig config = op->launch.config;
+	CUlaunchAttribute *attributes = malloc((config.numAttrs + 2) * sizeof(*attributes));
+	struct mpsd_op *made;
+
+	if (!attributes)
+		return NULL;
+	memcpy(attributes, op->launch.attributes, config.numAttrs * sizeof(*attributes));
+	/* The call that says so by its name takes no attributes. */
+	if (op->launch.is_cooperative)
+		config.numAttrs = put_attribute(attributes, config.numAttrs, CU_LAUNCH_ATTRIBUTE_COOPERATIVE, &cooperative);
+	config.numAttrs = put_attribute(attributes, config.numAttrs, id, value);
+	config.attrs = attributes;
+	made = copy_with(op, &config);
+	if (made)
+		made->launch.is_plain = made->launch.is_cooperative = false;
+	free(attributes);
+	return made;
+}
+
 #define PINNED "a kernel that may write pinned host memory"
 
 /* What is said stays. */

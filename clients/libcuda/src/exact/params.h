@@ -21,6 +21,12 @@ void mpsd_newest_note(uint32_t place, bool launched);
 /* An operation of it, with a copy of what it was given. NOT_SUPPORTED: it is not known how much. */
 CUresult mpsd_params_take(const struct mpsd_launch *given, void **parameters, void **extra, struct mpsd_op **op);
 
+/* The same launch once more, with a copy of its parameters. NULL: no memory. */
+struct mpsd_op *mpsd_params_copy(const struct mpsd_op *op);
+
+/* The same launch with one more attribute, or another value of it. NULL: no memory. */
+struct mpsd_op *mpsd_params_with(const struct mpsd_op *op, CUlaunchAttributeID id, const CUlaunchAttributeValue *value);
+
 /*
  * The same with the lock, of a function that is known, with no variables followed; NULL: it is not known, or something
  * else is to be done first.

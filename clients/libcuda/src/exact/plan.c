@@ -25,6 +25,9 @@ static CUresult plan_for(const struct mpsd_op *op, void *with)
 		return mpsd_rows_save(op, plan);
 	case MPSD_OP_MEMORY:
 		return mpsd_memops_save(op->memory, plan);
+	case MPSD_OP_CALL:
+		mpsd_epoch_unsure("a graph with host callbacks");
+		return CUDA_SUCCESS;
 	case MPSD_OP_GRAPH:
 		return plan_for_graph(op, plan);
 	default:

@@ -11,6 +11,7 @@ static struct known_point {
 	CUevent event;
 	struct mpsd_point point;
 	uint64_t epoch;			/* the last one with an operation that names it */
+	bool is_by_graph;
 } *points[POINTS];
 
 static struct known_point **place_of(CUevent event)
@@ -41,8 +42,27 @@ void mpsd_point_set(CUevent event, struct mpsd_point point)
 {
 	struct known_point *known = used_point(event);
 
-	if (known)
-		known->point = point;
+	if (!known)
+		return;
+	known->point = point;
+	known->is_by_graph = false;
+}
+
+void mpsd_point_set_by_graph(CUevent event)
+{
+	struct known_point *known = used_point(event);
+
+	if (!known)
+		return;
+	known->point = (struct mpsd_point){ NULL, 0 };
+	known->is_by_graph = true;
+}
+
+bool mpsd_point_is_by_graph(CUevent event)
+{
+	const struct known_point *known = *place_of(event);
+
+	return known && known->is_by_graph && known->epoch == mpsd_epoch.number;
 }
 
 void mpsd_point_use(CUevent event)

@@ -28,6 +28,7 @@ enum mpsd_op_kind {
 	MPSD_OP_GRAPH,
 	MPSD_OP_HOST,
 	MPSD_OP_MEMORY,
+	MPSD_OP_CALL,		/* in graphs alone: a function of the host, by each launch */
 };
 
 enum mpsd_op_copy {
@@ -103,6 +104,10 @@ struct mpsd_op {
 		} graph;
 		struct mpsd_host *host;
 		struct mpsd_memops *memory;
+		struct {
+			CUhostFn function;
+			void *data;
+		} call;
 	};
 };
 
@@ -125,6 +130,12 @@ struct mpsd_rows {
 CUresult mpsd_memops_save(const struct mpsd_memops *ops, struct mpsd_plan *plan);
 bool mpsd_memops_wait(const struct mpsd_memops *ops);	/* whether there is one that waits */
 CUresult mpsd_memops_issue(const struct mpsd_memops *ops, CUstream stream);
+
+/* What a node of a graph is that does them. NULL: they are not understood, or there is no memory. */
+struct mpsd_op *mpsd_memops_of_node(const CUDA_BATCH_MEM_OP_NODE_PARAMS *given);
+
+/* The same by the names of the copy of this call; what paramArray leads to is the caller's to free. NULL there: no memory. */
+CUDA_BATCH_MEM_OP_NODE_PARAMS mpsd_memops_native(const struct mpsd_memops *ops, CUcontext context);
 
 /* Out of the host's memory, or into it: a copy engine may go on with it when kernels have ended. */
 bool mpsd_copy_is_with_host(const struct mpsd_op *op);
@@ -180,6 +191,13 @@ static inline bool mpsd_config_records_event(const CUlaunchConfig *config)
 	return false;
 }
 
+/* A node of a graph: an event that is recorded, or waited for, by each launch; not an edge that a capture makes. */
+static inline bool mpsd_op_is_event_node(const struct mpsd_op *op)
+{
+	return (op->kind == MPSD_OP_RECORD && op->event.flags & CU_EVENT_RECORD_EXTERNAL) ||
+	       (op->kind == MPSD_OP_WAIT && op->event.flags & CU_EVENT_WAIT_EXTERNAL);
+}
+
 /* As the program called it, in the copy of this call. */
 CUresult mpsd_op_issue(const struct mpsd_op *op);
 CUresult mpsd_op_launch(const struct mpsd_op *op);	/* the same of one that is a launch */
@@ -187,8 +205,12 @@ CUresult mpsd_op_launch(const struct mpsd_op *op);	/* the same of one that is a 
 /* The same with other streams and events, by the names of the copy of this call. */
 CUresult mpsd_op_issue_on(const struct mpsd_op *op, CUstream stream, CUevent event);
 
-/* The same of a graph that was launched, part by part, whatever its executable graph is by now. */
+/*
+ * The same of a graph that was launched, part by part, whatever its executable graph is by now. capture_parts(): into a
+ * capture that is made again.
+ */
 CUresult mpsd_op_issue_parts(const struct mpsd_op *op, CUstream stream);
+CUresult mpsd_op_capture_parts(const struct mpsd_op *op, CUstream stream);
 
 /*
  * In the legacy stream, whatever stream it was for: one after the other, in the order in which they were submitted,
@@ -280,6 +302,8 @@ struct mpsd_point {
 
 void mpsd_point_set(CUevent event, struct mpsd_point point);
 void mpsd_point_use(CUevent event);		/* by an operation of this epoch */
+void mpsd_point_set_by_graph(CUevent event);	/* by a launch in this epoch, at some time in it: nothing of this library's tells when */
+bool mpsd_point_is_by_graph(CUevent event);
 struct mpsd_point mpsd_point_of(CUevent event);
 bool mpsd_point_is_used(CUevent event);
 void mpsd_point_forget(CUevent event);
@@ -355,6 +379,14 @@ static inline bool mpsd_replay_is_behind(const struct mpsd_lane *lane)
 }
 
 void mpsd_replay_finish(void);
+
+/* hostcalls.c: a function of the host in a graph. NULL: no memory. */
+struct mpsd_op *mpsd_call_of_node(CUhostFn function, void *data);
+
+/* hostnode.c: what the copy of this call is given for it, false: no memory; and what the program gave. */
+bool mpsd_hostnode_native(const struct mpsd_op *op, CUDA_HOST_NODE_PARAMS *native);
+void mpsd_hostnode_name(CUDA_HOST_NODE_PARAMS *params);
+void mpsd_hostnode_child(void);
 
 /* hostfunc.c: functions of the host in streams */
 

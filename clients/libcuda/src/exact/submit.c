@@ -104,6 +104,19 @@ static CUresult save(const struct mpsd_op *op)
 	return result == CUDA_ERROR_OUT_OF_MEMORY ? mpsd_plan_note(op) : result;
 }
 
+/* With the lock: what a launch of a graph does beside kernels and copies. */
+static CUresult note_part(const struct mpsd_op *op, void *unused)
+{
+	(void)unused;
+	if (op->kind == MPSD_OP_RECORD && mpsd_op_is_event_node(op))
+		mpsd_point_set_by_graph(op->event.event);
+	else if (op->kind == MPSD_OP_WAIT && mpsd_op_is_event_node(op))
+		mpsd_point_use(op->event.event);
+	else if (op->kind == MPSD_OP_MEMORY && mpsd_memops_wait(op->memory))
+		mpsd_epoch.is_waiting = true;
+	return CUDA_SUCCESS;
+}
+
 /* With the lock. In an unsure epoch it is counted only. */
 static void note(struct mpsd_op *op, uint64_t moves)
 {
@@ -114,6 +127,8 @@ static void note(struct mpsd_op *op, uint64_t moves)
 	} else {
 		mpsd_note(op, moves);
 	}
+	if (op->kind == MPSD_OP_GRAPH && op->graph.graph)
+		mpsd_graph_each_special(op->graph.graph, note_part);
 	if (op->kind == MPSD_OP_RECORD)
 		mpsd_point_set(op->event.event, (struct mpsd_point){ op->lane, op->number - 1 });
 	else if (op->kind == MPSD_OP_WAIT)
@@ -350,4 +365,5 @@ void mpsd_exact_child(void)
 	mpsd_stage_child();
 	mpsd_shelf_child();
 	mpsd_hosts_child();
+	mpsd_hostnode_child();
 }

@@ -28,6 +28,7 @@ static void want_one(struct mpsd_proof *proof, enum mpsd_wait wait, const void *
 	if (wait == MPSD_WAIT_EVENT) {
 		struct mpsd_point point = mpsd_point_of((CUevent)handle);
 
+		proof->is_by_graph = mpsd_point_is_by_graph((CUevent)handle);
 		if (point.lane)
 			want(proof, point.lane, point.number);
 	} else {
@@ -109,6 +110,7 @@ CUresult mpsd_exact_mark(struct mpsd_proof *proof, enum mpsd_wait wait, const vo
 	bool left;
 
 	proof->count = 0;
+	proof->is_by_graph = false;
 	mpsd_word_take(&mpsd_exact_lock);
 	left = mpsd_is_left();
 	if (!left && is_for_all(wait, handle))
@@ -166,9 +168,24 @@ static CUresult come_behind(struct mpsd_proof *proof)
 	return result;
 }
 
+/* The program knows of it what is not proven, and may go by that: it cannot be done again. */
+static void see_by_graph(void)
+{
+	bool is;
+
+	mpsd_word_take(&mpsd_exact_lock);
+	is = mpsd_is_left() || mpsd_lanes_all_proven();
+	mpsd_word_give(&mpsd_exact_lock);
+	if (!is)
+		mpsd_epoch_unsure("an event that a graph records");
+}
+
 CUresult mpsd_exact_after(struct mpsd_proof *proof, enum mpsd_wait wait)
 {
 	CUresult result;
+
+	if (proof->is_by_graph)
+		see_by_graph();
 
 	if (proof->began_ns)
 		mpsd_spending_waited(mpsd_now_ns() - proof->began_ns);

@@ -57,7 +57,7 @@ static struct mpsd_made *hold_one(struct mpsd_graph **graph)
 	return made;
 }
 
-static void let_go(struct mpsd_made *made, CUresult result, CUgraphExec exec, const struct mpsd_put *put)
+static void let_go(struct mpsd_made *made, CUresult result, CUgraphExec exec, struct mpsd_put *put)
 {
 	bool is;
 
@@ -75,7 +75,7 @@ static void let_go(struct mpsd_made *made, CUresult result, CUgraphExec exec, co
 		return;
 	other_cuGraphExecDestroy(exec);
 	other_cuGraphDestroy(put->graph);
-	free(put->nodes);
+	mpsd_put_forget(put);
 }
 
 bool mpsd_ahead_make(void)
@@ -120,8 +120,7 @@ void mpsd_ahead_end(struct mpsd_made *made)
 
 void mpsd_ahead_forget(struct mpsd_made *made)
 {
-	free(made->twin_put.nodes);
-	made->twin_put = (struct mpsd_put){ NULL, NULL, 0 };
+	mpsd_put_forget(&made->twin_put);
 	made->twin = NULL;
 	made->is_stale = false;
 }
@@ -130,9 +129,9 @@ void mpsd_ahead_move(struct mpsd_made *made)
 {
 	if (made->is_stale)
 		mpsd_ahead_forget(made);
-	free(made->put.nodes);
+	mpsd_put_forget(&made->put);
 	made->put = made->twin_put;
-	made->twin_put = (struct mpsd_put){ NULL, NULL, 0 };
+	made->twin_put = (struct mpsd_put){ .graph = NULL };
 	made->changes = 0;
 }
 

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "exact/state.h"
+#include "failover/embedded.h"
 #include "failover/line.h"
 #include "failover/nodes.h"
 
@@ -120,18 +121,27 @@ static CUresult find_after(const struct mpsd_addition *addition, unsigned int *n
 	return result;
 }
 
-/* Of a graph that is made node by node, as it is; not of one that was captured, which is captured again as it was. */
-static struct mpsd_graph *own_built(CUgraph name)
+struct mpsd_graph *mpsd_built_own(CUgraph name)
 {
 	struct mpsd_made *made = mpsd_made_find(name);
 
 	return made && made->graph && made->graph->is_built ? mpsd_graph_own(made) : NULL;
 }
 
+/* Of a graph that is not followed the program has what the driver has told. */
+static CUresult note_embedded(const struct mpsd_addition *addition, const struct mpsd_node *node, CUgraphNode name,
+			      const struct mpsd_node_place *place, bool is_known, uint64_t moves)
+{
+	if (addition->bodies)
+		*addition->bodies = is_known ? node->embedded->names : place->bodies;
+	return !is_known || mpsd_embedded_note(name, node->embedded, place->bodies, moves) ? CUDA_SUCCESS : MPSD_AGAIN;
+}
+
 /* It is there: the program's name for it, and what it is. Takes the node. Not known: what it comes after. */
-static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node node, CUgraphNode native,
+static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node node, const struct mpsd_node_place *place,
 			  bool is_known, uint64_t moves)
 {
+	CUgraphNode native = place->node;
 	struct mpsd_graph *graph = mpsd_made_graph(addition->graph);
 	CUgraphNode name = native;
 	CUresult result = CUDA_SUCCESS;
@@ -141,10 +151,12 @@ static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node
 	node.native = native;
 	if (is_known)
 		result = note_name(addition->graph, graph->count, &name, moves);
+	if (node.embedded && result == CUDA_SUCCESS)
+		result = note_embedded(addition, &node, name, place, is_known, moves);
 	mpsd_graph_let_go(graph);
 	node.name = name;
 	mpsd_made_lock();
-	graph = is_known && result == CUDA_SUCCESS ? own_built(addition->graph) : NULL;
+	graph = is_known && result == CUDA_SUCCESS ? mpsd_built_own(addition->graph) : NULL;
 	if (graph)
 		is = mpsd_graph_append(graph, node);
 	mpsd_made_unlock();
@@ -157,12 +169,20 @@ static CUresult note_node(const struct mpsd_addition *addition, struct mpsd_node
 	return result;
 }
 
+static bool copy_edges(struct mpsd_node *node, const CUgraphEdgeData *edges)
+{
+	node->edges = malloc((node->count + 1) * sizeof(*edges));
+	if (node->edges)
+		memcpy(node->edges, edges, node->count * sizeof(*edges));
+	return node->edges != NULL;
+}
+
 CUresult mpsd_node_add(const struct mpsd_addition *addition, struct mpsd_node node, CUgraph child)
 {
 	uint64_t moves = moves_now();
 	CUgraphNode *natives = malloc((addition->count + 1) * sizeof(*natives));
 	struct mpsd_node_place place = { .after = natives, .child = child };
-	bool is_known = true;
+	bool is_known = true, has_edges;
 	CUresult result;
 
 	if (!addition->node || !addition->graph || (addition->count && !addition->after)) {
@@ -172,14 +192,18 @@ CUresult mpsd_node_add(const struct mpsd_addition *addition, struct mpsd_node no
 	}
 	node.after = malloc((addition->count + 1) * sizeof(*node.after));
 	node.count = (unsigned int)addition->count;
-	result = natives && node.after ? mpsd_graph_native(addition->graph, &place.graph) : CUDA_ERROR_OUT_OF_MEMORY;
-	if (result == CUDA_SUCCESS)
+	has_edges = mpsd_edges_are_plain(addition->edges, addition->count) || copy_edges(&node, addition->edges);
+	result = natives && node.after && has_edges ? mpsd_graph_native(addition->graph, &place.graph)
+						    : CUDA_ERROR_OUT_OF_MEMORY;
+	if (result == CUDA_SUCCESS) {
+		mpsd_captured_built(addition->graph);
 		result = find_after(addition, node.after, natives, &is_known);
+	}
 	if (result == CUDA_SUCCESS)
 		result = mpsd_node_give(&node, &place);
 	free(natives);
 	if (result == CUDA_SUCCESS)
-		return note_node(addition, node, place.node, is_known, moves);
+		return note_node(addition, node, &place, is_known, moves);
 	mpsd_node_let_go(&node);
 	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
@@ -212,12 +236,20 @@ CUresult mpsd_node_become(CUgraphNode name, struct mpsd_node node)
 /* Edges */
 
 /* Under the lock. */
-static bool note_edges(struct mpsd_graph *graph, const unsigned int *from, const unsigned int *to, size_t count)
+static bool note_edges(struct mpsd_graph *graph, const unsigned int *from, const unsigned int *to,
+		       const CUgraphEdgeData *edges, size_t count, bool removes)
 {
 	bool is = graph != NULL;
 
-	for (size_t i = 0; i < count && is; i++)
-		is = from[i] < graph->count && to[i] < graph->count && mpsd_graph_depends(graph, from[i], to[i]);
+	for (size_t i = 0; i < count && is; i++) {
+		const CUgraphEdgeData *edge = edges ? &edges[i] : NULL;
+
+		is = from[i] < graph->count && to[i] < graph->count;
+		if (is && removes)
+			is = mpsd_graph_parts(graph, from[i], to[i], edge);
+		else if (is)
+			is = mpsd_graph_depends(graph, from[i], to[i], edge);
+	}
 	return is;
 }
 
@@ -229,7 +261,7 @@ struct ends {
 
 static CUresult find_ends(struct ends *ends, const CUgraphNode *from, const CUgraphNode *to, size_t count)
 {
-	const struct mpsd_addition sides[] = { { NULL, NULL, from, count }, { NULL, NULL, to, count } };
+	const struct mpsd_addition sides[] = { { .after = from, .count = count }, { .after = to, .count = count } };
 	CUresult result = CUDA_SUCCESS;
 	bool is_known = true;
 
@@ -243,22 +275,46 @@ static CUresult find_ends(struct ends *ends, const CUgraphNode *from, const CUgr
 	return result;
 }
 
-static CUresult depend(CUgraph name, const CUgraphNode *from, const CUgraphNode *to, size_t count)
+CUresult mpsd_edges_add(CUgraph graph, const CUgraphNode *from, const CUgraphNode *to, const CUgraphEdgeData *edges,
+			size_t count)
+{
+	/* An older driver has the call without data alone. */
+	if (!edges && !mpsd_tables()->real[MPSD_cuGraphAddDependencies_v2])
+		return inner_cuGraphAddDependencies(graph, from, to, count);
+	return inner_cuGraphAddDependencies_v2(graph, from, to, edges, count);
+}
+
+static CUresult remove_edges(CUgraph graph, const CUgraphNode *from, const CUgraphNode *to, const CUgraphEdgeData *edges,
+			     size_t count)
+{
+	if (!edges && !mpsd_tables()->real[MPSD_cuGraphRemoveDependencies_v2])
+		return inner_cuGraphRemoveDependencies(graph, from, to, count);
+	return inner_cuGraphRemoveDependencies_v2(graph, from, to, edges, count);
+}
+
+static CUresult change_edges(CUgraph name, const CUgraphNode *from, const CUgraphNode *to, const CUgraphEdgeData *edges,
+			     size_t count, bool removes)
 {
 	struct ends ends = { .number = { NULL } };
 	CUgraph native;
-	CUresult result = mpsd_graph_native(name, &native);
+	CUresult result;
 	bool is = true;
 
-	if (result == CUDA_SUCCESS)
+	if (!name || (count && (!from || !to)))
+		return CUDA_ERROR_INVALID_VALUE;
+	edges = mpsd_edges_are_plain(edges, count) ? NULL : edges;
+	result = mpsd_graph_native(name, &native);
+	if (result == CUDA_SUCCESS) {
+		mpsd_captured_built(name);
 		result = find_ends(&ends, from, to, count);
+	}
 	if (result == CUDA_SUCCESS)
-		result = inner_cuGraphAddDependencies_v2(native, ends.native[0], ends.native[1], NULL, count);
+		result = (removes ? remove_edges : mpsd_edges_add)(native, ends.native[0], ends.native[1], edges, count);
 	mpsd_made_lock();
 	if (mpsd_is_left())
 		result = MPSD_AGAIN;
 	if (result == CUDA_SUCCESS)
-		is = note_edges(own_built(name), ends.number[0], ends.number[1], count);
+		is = note_edges(mpsd_built_own(name), ends.number[0], ends.number[1], edges, count, removes);
 	mpsd_made_unlock();
 	if (!is)
 		result = mpsd_line_made(result, NOT_FOLLOWED);
@@ -272,23 +328,25 @@ static CUresult depend(CUgraph name, const CUgraphNode *from, const CUgraphNode 
 CUresult make_cuGraphAddDependencies(CUgraph hGraph, const CUgraphNode *from, const CUgraphNode *to,
 				     size_t numDependencies)
 {
-	return make_cuGraphAddDependencies_v2(hGraph, from, to, NULL, numDependencies);
+	return change_edges(hGraph, from, to, NULL, numDependencies, false);
 }
 
 CUresult make_cuGraphAddDependencies_v2(CUgraph hGraph, const CUgraphNode *from, const CUgraphNode *to,
 					const CUgraphEdgeData *edgeData, size_t numDependencies)
 {
-	CUresult result;
+	return change_edges(hGraph, from, to, edgeData, numDependencies, false);
+}
 
-	if (!hGraph || (numDependencies && (!from || !to)))
-		return CUDA_ERROR_INVALID_VALUE;
-	if (mpsd_edges_are_plain(edgeData, numDependencies))
-		return depend(hGraph, from, to, numDependencies);
-	mpsd_line_opaque("graph edges with data (CUgraphEdgeData)");
-	if (moves_now())
-		return CUDA_ERROR_NOT_SUPPORTED;
-	result = inner_cuGraphAddDependencies_v2(hGraph, from, to, edgeData, numDependencies);
-	return mpsd_is_left() ? MPSD_AGAIN : result;
+CUresult make_cuGraphRemoveDependencies(CUgraph hGraph, const CUgraphNode *from, const CUgraphNode *to,
+					size_t numDependencies)
+{
+	return change_edges(hGraph, from, to, NULL, numDependencies, true);
+}
+
+CUresult make_cuGraphRemoveDependencies_v2(CUgraph hGraph, const CUgraphNode *from, const CUgraphNode *to,
+					   const CUgraphEdgeData *edgeData, size_t numDependencies)
+{
+	return change_edges(hGraph, from, to, edgeData, numDependencies, true);
 }
 
 /* cuda.h: all 0 is what an edge without data is. */

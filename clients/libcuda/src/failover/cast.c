@@ -50,7 +50,7 @@ CUresult mpsd_cast_joined(const struct mpsd_op *op, CUstream stream)
 	return op->kind == MPSD_OP_WAIT ? CUDA_SUCCESS : mpsd_capture_joined(stream);
 }
 
-static bool is_gone(const void *name)
+bool mpsd_cast_is_gone(const void *name)
 {
 	bool is = !mpsd_made_look(name) && !mpsd_made_is_word(name);
 
@@ -65,15 +65,15 @@ CUresult mpsd_cast_issue_known(struct mpsd_cast *gone, const struct mpsd_op *op,
 	CUstream stream = mpsd_native(op->stream);
 	CUresult result = CUDA_SUCCESS;
 
-	if (is_gone(op->stream))
+	if (mpsd_cast_is_gone(op->stream))
 		result = mpsd_cast_stream(gone, op->stream, &stream);
-	if (result == CUDA_SUCCESS && names && (op->event.is_elsewhere || is_gone(op->event.event)))
+	if (result == CUDA_SUCCESS && names && (op->event.is_elsewhere || mpsd_cast_is_gone(op->event.event)))
 		result = mpsd_cast_event(gone, op->event.event, &event);
 	if (result == CUDA_SUCCESS)
 		result = mpsd_cast_joined(op, stream);
 	if (result == CUDA_SUCCESS)
 		result = mpsd_op_issue_on(op, stream, event);
-	*native = !names && result == CUDA_SUCCESS ? mpsd_capture_last(stream) : NULL;
+	*native = (!names || mpsd_op_is_event_node(op)) && result == CUDA_SUCCESS ? mpsd_capture_last(stream) : NULL;
 	return result;
 }
 

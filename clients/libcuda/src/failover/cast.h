@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <stdbool.h>
 
 #define MPSD_CAST_MOST 64		/* streams, or events, in one capture */
 
@@ -25,5 +26,8 @@ CUresult mpsd_cast_joined(const struct mpsd_op *op, CUstream stream);
 
 /* With the program's own, but those that have gone. `native`: the node that it is. */
 CUresult mpsd_cast_issue_known(struct mpsd_cast *gone, const struct mpsd_op *op, CUgraphNode *native);
+
+/* Nothing of the program's has that name any more. */
+bool mpsd_cast_is_gone(const void *name);
 
 void mpsd_cast_end(struct mpsd_cast *cast);

@@ -7,8 +7,11 @@
 
 #include "exact/state.h"
 #include "failover/ahead.h"
+#include "failover/embedded.h"
 #include "failover/line.h"
 #include "failover/nodes.h"
+
+#define EMBEDDED UINT32_MAX
 
 CUresult mpsd_graph_note(CUresult result, enum mpsd_made_kind kind, void **handle, struct mpsd_graph *graph,
 			 unsigned int flags, uint64_t moves)
@@ -29,6 +32,9 @@ static CUresult note_exec(CUresult result, CUgraphExec *exec, struct mpsd_graph 
 	/* Kernels have its handle, and what they launch nobody sees. */
 	if (result == CUDA_SUCCESS && flags & CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH)
 		mpsd_line_opaque("a graph with device launch");
+	/* One that a kernel finds in memory would be that of another copy. */
+	if (result == CUDA_SUCCESS && graph && !mpsd_embedded_are_told(graph))
+		mpsd_line_opaque("a handle of a conditional node that no kernel's parameters have");
 	if (graph)
 		return mpsd_graph_note(result, MPSD_MADE_EXEC, (void **)exec, graph, (unsigned int)flags, moves);
 	result = mpsd_line_made(result, "a graph from an untracked API call");
@@ -43,7 +49,7 @@ CUresult make_cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGra
 
 	if (result == CUDA_SUCCESS)
 		result = inner_cuGraphInstantiateWithFlags(phGraphExec, native, flags);
-	return note_exec(result, phGraphExec, mpsd_made_graph(hGraph), flags, moves);
+	return note_exec(result, phGraphExec, mpsd_embedded_snapshot(hGraph), flags, moves);
 }
 
 CUresult make_cuGraphInstantiateWithParams(CUgraphExec *phGraphExec, CUgraph hGraph,
@@ -62,7 +68,7 @@ CUresult make_cuGraphInstantiateWithParams(CUgraphExec *phGraphExec, CUgraph hGr
 	result = inner_cuGraphInstantiateWithParams(phGraphExec, native, &given);
 	instantiateParams->result_out = given.result_out;
 	instantiateParams->hErrNode_out = mpsd_name(given.hErrNode_out);
-	return note_exec(result, phGraphExec, mpsd_made_graph(hGraph), given.flags, moves);
+	return note_exec(result, phGraphExec, mpsd_embedded_snapshot(hGraph), given.flags, moves);
 }
 
 CUresult make_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
@@ -104,8 +110,12 @@ static CUresult note_change(CUgraphExec name, struct mpsd_graph *graph)
 
 static bool is_like(const struct mpsd_node *one, const struct mpsd_node *other)
 {
-	if (!one->op != !other->op || !one->child != !other->child || one->count != other->count)
+	if (!one->op != !other->op || !one->child != !other->child || one->count != other->count ||
+	    !one->bodies != !other->bodies)
 		return false;
+	for (unsigned int i = 0; one->bodies && i < one->embedded->size; i++)
+		if (i == other->embedded->size || !mpsd_graph_is_like(one->bodies[i], other->bodies[i]))
+			return false;
 	return (!one->op || one->op->kind == other->op->kind) &&
 	       (!one->child || mpsd_graph_is_like(one->child, other->child));
 }
@@ -154,7 +164,7 @@ static CUresult update(CUgraphExec name, CUgraph graph, CUgraphExecUpdateResultI
 
 CUresult make_cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGraph, CUgraphExecUpdateResultInfo *resultInfo)
 {
-	struct mpsd_graph *graph = mpsd_made_graph(hGraph);
+	struct mpsd_graph *graph = mpsd_embedded_snapshot(hGraph);
 	CUresult result = CUDA_SUCCESS;
 
 	if (resultInfo && becomes_later(hGraphExec, graph))
@@ -168,45 +178,89 @@ CUresult make_cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGraph, CUgra
 	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
-/* What the node is called by which this copy changes it. NULL: it is not there. */
-static CUgraphNode node_here(CUgraphExec exec, CUgraphNode name, unsigned int number)
+/*
+ * What the node is called by which this copy changes it, and handles of conditional nodes there. NULL: it is not there, or no
+ * memory.
+ */
+static CUgraphNode node_here(CUgraphExec exec, CUgraphNode name, unsigned int number, struct mpsd_pairs *conditions)
 {
 	CUgraphNode node = NULL;
 	struct mpsd_made *made;
+	uint64_t native;
 
 	mpsd_made_lock();
 	made = mpsd_is_left() ? NULL : mpsd_made_find(exec);
 	/* Where it was made by the program it is the program's graph whose nodes it knows. */
-	if (made && made->put.nodes)
+	if (made && made->put.nodes && number == EMBEDDED)
+		node = mpsd_pairs_find(&made->put.embedded, (uintptr_t)name, &native) ? (CUgraphNode)(uintptr_t)native : NULL;
+	else if (made && made->put.nodes)
 		node = made->graph->descent == made->put.descent ? made->put.nodes[number] : NULL;
 	else if (made && made->since == mpsd_tables()->moves)
 		node = mpsd_native(name);
+	if (node && made->put.nodes && !mpsd_pairs_copy(&made->put.conditions, conditions))
+		node = NULL;
 	mpsd_made_unlock();
 	return node;
 }
 
-static CUresult change(CUgraphExec exec, CUgraphNode node, const struct mpsd_node *what, CUgraph child)
+static CUresult change(CUgraphExec exec, CUgraphExec name, CUgraphNode node_name, unsigned int number,
+		       const struct mpsd_node *what, CUgraph child)
 {
-	struct mpsd_node_place place = { .exec = exec, .node = node, .child = child };
+	struct mpsd_pairs conditions = { 0, 0, NULL };
+	struct mpsd_node_place place = { .exec = exec, .child = child };
+	CUresult result = CUDA_ERROR_NOT_FOUND;
 
-	return node ? mpsd_node_give(what, &place) : CUDA_ERROR_NOT_FOUND;
+	place.node = node_here(name, node_name, number, &conditions);
+	place.conditions = conditions.count ? &conditions : NULL;
+	if (place.node)
+		result = mpsd_node_give(what, &place);
+	free(conditions.each);
+	return result;
+}
+
+/* Its number in the graph; EMBEDDED: it is in one that is embedded there; graph->count: it is not known. */
+static unsigned int number_of(const struct mpsd_graph *graph, CUgraphNode name, const struct mpsd_node *what)
+{
+	unsigned int number = mpsd_graph_number(graph, name);
+
+	if (number < graph->count)
+		return graph->is_built || what->op ? number : graph->count;
+	return mpsd_embedded_find(graph, name) ? EMBEDDED : graph->count;
 }
 
 CUresult mpsd_exec_change(CUgraphExec name, CUgraphNode node_name, const struct mpsd_node *node, CUgraph child)
 {
 	struct mpsd_graph *graph = mpsd_made_graph(name);
-	unsigned int number = graph ? mpsd_graph_number(graph, node_name) : 0;
-	bool is_known = graph && number < graph->count && (graph->is_built || node->op);
+	unsigned int number = graph ? number_of(graph, node_name, node) : 0;
+	bool is_known = graph && number != graph->count;
 	CUgraphExec exec = mpsd_native(name);
 	CUresult result = is_known ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 
 	mpsd_graph_let_go(graph);
 	/* One that is not there yet is made as what it becomes. */
 	if (result == CUDA_SUCCESS && exec)
-		result = change(exec, node_here(name, node_name, number), node, child);
+		result = change(exec, name, node_name, number, node, child);
+	if (result == CUDA_SUCCESS && number == EMBEDDED)
+		return mpsd_node_note_embedded(name, node_name, node);
 	if (result == CUDA_SUCCESS)
 		return mpsd_node_note(name, number, node);
 	return is_known && mpsd_is_left() ? MPSD_AGAIN : result;
+}
+
+CUresult mpsd_exec_launch_once(const struct mpsd_graph *graph, CUstream stream)
+{
+	struct mpsd_put put;
+	CUgraphExec exec;
+	CUresult result = mpsd_exec_make(graph, 0, &exec, &put);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	result = inner_cuGraphLaunch(exec, stream);
+	/* The driver goes on with what has been launched. */
+	real_cuGraphExecDestroy(exec);
+	real_cuGraphDestroy(put.graph);
+	mpsd_put_forget(&put);
+	return result;
 }
 
 /* NULL: it was made by the program. */

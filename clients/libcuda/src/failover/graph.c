@@ -25,6 +25,7 @@ static struct mpsd_session *session_of_event(CUevent event)
 	for (struct mpsd_session *session = mpsd_sessions; session; session = session->next)
 		for (unsigned int i = 0; i < session->graph->count; i++)
 			if (session->graph->nodes[i].op->kind == MPSD_OP_RECORD && !session->is_spoiled &&
+			    !mpsd_op_is_event_node(session->graph->nodes[i].op) &&
 			    session->graph->nodes[i].op->event.event == event &&
 			    !session->graph->nodes[i].op->event.is_elsewhere)
 				return session;
@@ -72,7 +73,8 @@ static void part_with(CUevent event)
 		for (unsigned int i = 0; i < session->graph->count; i++) {
 			struct mpsd_op *op = session->graph->nodes[i].op;
 
-			if ((op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT) && op->event.event == event)
+			if ((op->kind == MPSD_OP_RECORD || op->kind == MPSD_OP_WAIT) && op->event.event == event &&
+			    !mpsd_op_is_event_node(op))
 				op->event.is_elsewhere = true;
 		}
 }
@@ -122,18 +124,16 @@ static void lend(struct mpsd_op *op)
 /* Under the lock. */
 static CUresult append(struct mpsd_graph *graph, struct mpsd_op *op)
 {
-	bool is_node = op->kind != MPSD_OP_RECORD && op->kind != MPSD_OP_WAIT;
+	bool is_node = (op->kind != MPSD_OP_RECORD && op->kind != MPSD_OP_WAIT) || mpsd_op_is_event_node(op);
 	struct mpsd_node node = { .op = op, .native = is_node ? mpsd_capture_last(mpsd_native(op->stream)) : NULL };
 
 	return mpsd_graph_append(graph, node) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/* Events that are nodes, or edges that kernels make: in another copy they would be others than the program's. */
+/* Edges that kernels make: in another copy they would be of others than the program's events. */
 static bool is_of_events(const struct mpsd_op *op)
 {
-	return (op->kind == MPSD_OP_RECORD && op->event.flags & CU_EVENT_RECORD_EXTERNAL) ||
-	       (op->kind == MPSD_OP_WAIT && op->event.flags & CU_EVENT_WAIT_EXTERNAL) ||
-	       (op->kind == MPSD_OP_LAUNCH && mpsd_launch_records_event(op));
+	return op->kind == MPSD_OP_LAUNCH && mpsd_launch_records_event(op);
 }
 
 /* One that waits for an event by whose name something was captured: is it in that capture now? */
@@ -161,7 +161,7 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 	mpsd_sessions_lock();
 	said = find_session(op, &session);
 	/* Done again beside captures, or in this one, it is not done once more by another that goes on. */
-	if (op->kind == MPSD_OP_RECORD)
+	if (op->kind == MPSD_OP_RECORD && !mpsd_op_is_event_node(op))
 		part_with(op->event.event);
 	/* What may be for a capture must not be noted as done beside it: the next copy says which it is. */
 	is = session || mpsd_is_loss(said);
@@ -181,7 +181,7 @@ bool mpsd_capture_op(struct mpsd_op *op, CUresult *result)
 	}
 	mpsd_sessions_unlock();
 	if (is && is_opaque && *result == CUDA_SUCCESS)
-		mpsd_line_opaque("a capture with external event nodes");
+		mpsd_line_opaque("a captured kernel that records an event");
 	return is;
 }
 
@@ -201,49 +201,101 @@ static CUresult prove_before(CUstream stream)
 	return result == CUDA_SUCCESS ? mpsd_in_order(nothing) : result;
 }
 
-CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
+/* What is there when the copy is left goes on in the next one, and is not begun again. */
+static bool enter_session(struct mpsd_session *session)
 {
-	struct mpsd_session *session = calloc(1, sizeof(*session));
-	struct mpsd_graph *graph = mpsd_graph_new(hStream, false);
+	bool is;
+
+	mpsd_sessions_lock();
+	is = !mpsd_is_left();
+	if (is) {
+		session->id = mpsd_capture_of(mpsd_native(session->graph->origin));
+		/* Another copy of the driver counts anew. */
+		session->name = mpsd_tables()->moves ? last_name + 1 : session->id;
+		last_name = session->name > last_name ? session->name : last_name;
+		session->next = mpsd_sessions;
+		mpsd_sessions = session;
+	}
+	mpsd_sessions_unlock();
+	return is;
+}
+
+/* Takes the session; NULL: there was no memory. */
+static CUresult begin(struct mpsd_session *session, CUstreamCaptureMode mode)
+{
 	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
 	bool held;
 
 	/* First: who marks other streams, or looks at them, asks from here on. */
 	atomic_fetch_add(&mpsd_captures, 1);
-	if (session && graph)
-		result = mpsd_exact() ? prove_before(hStream) : CUDA_SUCCESS;
-	if (session && graph && result == CUDA_SUCCESS) {
+	if (session)
+		result = mpsd_exact() ? prove_before(session->graph->origin) : CUDA_SUCCESS;
+	if (result == CUDA_SUCCESS) {
 		held = mpsd_joins_take();
-		result = inner_cuStreamBeginCapture_v2(mpsd_native(hStream), mode);
+		result = mpsd_session_begin(session, mode);
 		if (held)
 			mpsd_captures_let();
 	}
-	if (result != CUDA_SUCCESS) {
-		atomic_fetch_sub(&mpsd_captures, 1);
-		free(session);
-		mpsd_graph_let_go(graph);
-		return result;
-	}
-	mpsd_sessions_lock();
-	/* What is there when the copy is left goes on in the next one, and is not begun again. */
-	if (mpsd_is_left()) {
+	if (result == CUDA_SUCCESS && !enter_session(session))
 		result = MPSD_AGAIN;
-	} else {
-		session->id = mpsd_capture_of(mpsd_native(hStream));
-		/* Another copy of the driver counts anew. */
-		session->name = mpsd_tables()->moves ? last_name + 1 : session->id;
-		last_name = session->name > last_name ? session->name : last_name;
-		session->graph = graph;
-		session->next = mpsd_sessions;
-		mpsd_sessions = session;
-	}
-	mpsd_sessions_unlock();
 	if (result != CUDA_SUCCESS) {
 		atomic_fetch_sub(&mpsd_captures, 1);
-		free(session);
-		mpsd_graph_let_go(graph);
+		mpsd_session_free(session);
 	}
 	return result;
+}
+
+static struct mpsd_session *new_session(CUstream stream)
+{
+	struct mpsd_session *session = calloc(1, sizeof(*session));
+
+	if (session)
+		session->graph = mpsd_graph_new(stream, false);
+	if (session && session->graph)
+		return session;
+	free(session);
+	return NULL;
+}
+
+CUresult make_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode)
+{
+	return begin(new_session(hStream), mode);
+}
+
+/* Copies, as the program may change what it gave. False: no memory. */
+static bool begin_behind(struct mpsd_session *session, const CUgraphNode *after, const CUgraphEdgeData *edges,
+			 size_t count)
+{
+	bool is_plain = mpsd_edges_are_plain(edges, count);
+
+	session->count = count;
+	session->after = malloc((count + 1) * sizeof(*after));
+	session->edges = is_plain ? NULL : malloc(count * sizeof(*edges));
+	if (!session->after || (!is_plain && !session->edges))
+		return false;
+	if (count)
+		memcpy(session->after, after, count * sizeof(*after));
+	if (!is_plain)
+		memcpy(session->edges, edges, count * sizeof(*edges));
+	return true;
+}
+
+CUresult make_cuStreamBeginCaptureToGraph(CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies,
+					  const CUgraphEdgeData *dependencyData, size_t numDependencies,
+					  CUstreamCaptureMode mode)
+{
+	struct mpsd_session *session;
+
+	if (!hGraph || (numDependencies && !dependencies))
+		return CUDA_ERROR_INVALID_VALUE;
+	session = new_session(hStream);
+	if (session)
+		session->into = hGraph;
+	if (session && !begin_behind(session, dependencies, dependencyData, numDependencies)) {
+		mpsd_session_free(session);
+		session = NULL;
+	}
+	return begin(session, mode);
 }
 
 CUresult mpsd_capture_tell(CUresult result, CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id)
@@ -279,8 +331,7 @@ static struct mpsd_session *take(struct mpsd_session *session)
 
 static void end_session(struct mpsd_session *session)
 {
-	mpsd_graph_let_go(session->graph);
-	free(take(session));
+	mpsd_session_free(take(session));
 }
 
 /* What was captured in it is in no stream of the program's: its name may be another's soon. */
@@ -327,6 +378,18 @@ static bool is_void(CUstream origin, CUresult *result)
 	return session != NULL;
 }
 
+/* Its graph is known by the program's name for it from now on. */
+static CUresult note_end(CUresult result, const struct mpsd_session *session, CUgraph *graph, uint64_t moves)
+{
+	if (session->into) {
+		if (result == CUDA_SUCCESS)
+			*graph = session->into;
+		return mpsd_captured_into(result, session->into, session->graph);
+	}
+	mpsd_graph_hold(session->graph);
+	return mpsd_graph_note(result, MPSD_MADE_GRAPH, (void **)graph, session->graph, 0, moves);
+}
+
 CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 {
 	uint64_t moves = mpsd_tables()->moves;
@@ -346,8 +409,7 @@ CUresult make_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 		result = MPSD_AGAIN;
 	} else if (session && !mpsd_is_loss(result) &&
 		   mpsd_capture_status(mpsd_native(hStream)) == CU_STREAM_CAPTURE_STATUS_NONE) {
-		mpsd_graph_hold(session->graph);
-		result = mpsd_graph_note(result, MPSD_MADE_GRAPH, (void **)phGraph, session->graph, 0, moves);
+		result = note_end(result, session, phGraph, moves);
 		/* Overtaken since, it is still there for the move to go on with. */
 		if (result != MPSD_AGAIN)
 			end_session(session);

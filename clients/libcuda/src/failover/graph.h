@@ -63,8 +63,16 @@ static inline bool mpsd_is_captured(CUstream stream)
 CUresult mpsd_graph_native(CUgraph name, CUgraph *native);
 CUresult mpsd_exec_native(CUgraphExec name, CUgraphExec *native);
 
+/* What its launch does depends on what is done: it cannot be given part by part. */
+bool mpsd_graph_is_conditional(const struct mpsd_graph *graph);
+
+/* Launched by an executable graph of its own, in that stream of the copy of this call. */
+CUresult mpsd_exec_launch_once(const struct mpsd_graph *graph, CUstream stream);
+
 /* What a graph to be launched consists of (mpsd_made_graph()). */
 CUresult mpsd_graph_each(const struct mpsd_graph *graph, CUresult (*call)(const struct mpsd_op *op, void *with), void *with);
+/* The same of one that records events, waits for them, or for words in memory; nothing of another one. */
+void mpsd_graph_each_special(const struct mpsd_graph *graph, CUresult (*call)(const struct mpsd_op *op, void *with));
 bool mpsd_graph_has_host(const struct mpsd_graph *graph);	/* it reads or writes memory of the host's */
 struct mpsd_graph *mpsd_graph_hold(struct mpsd_graph *graph);
 void mpsd_graph_let_go(struct mpsd_graph *graph);

@@ -30,6 +30,7 @@ enum mpsd_made_kind {
 	MPSD_MADE_GRAPH,	/* these two are made in another copy when they are needed there (rebuild.c), */
 	MPSD_MADE_EXEC,		/* or sooner (ahead.c) */
 	MPSD_MADE_NODE,		/* of a graph; size: its number there */
+	MPSD_MADE_CONDITION,	/* a handle of a conditional node, of its graph (embedded.h) */
 	MPSD_MADE_LINK,		/* likewise (link.c) */
 };
 
@@ -43,7 +44,17 @@ struct mpsd_put {
 	CUgraph graph;
 	CUgraphNode *nodes;
 	uint64_t descent;
+	/* What graphs that are embedded in it have: handles of conditional nodes, its own too; and nodes. By name and native. */
+	struct mpsd_pairs {
+		unsigned int count, room;
+		struct mpsd_pair {
+			uint64_t name, native;
+		} *each;
+	} conditions, embedded;
 };
+
+/* What it has in memory is freed, but not what the driver has. */
+void mpsd_put_forget(struct mpsd_put *put);
 
 struct mpsd_made {
 	struct mpsd_made *next_name, *next_native;	/* in their buckets */
@@ -123,7 +134,8 @@ static inline bool mpsd_made_is_code(const struct mpsd_made *made)
 /* What is made in another copy when it is needed there, and has no twin. */
 static inline bool mpsd_made_is_late(enum mpsd_made_kind kind)
 {
-	return kind == MPSD_MADE_GRAPH || kind == MPSD_MADE_EXEC || kind == MPSD_MADE_NODE || kind == MPSD_MADE_LINK;
+	return kind == MPSD_MADE_GRAPH || kind == MPSD_MADE_EXEC || kind == MPSD_MADE_NODE || kind == MPSD_MADE_LINK ||
+	       kind == MPSD_MADE_CONDITION;
 }
 
 /*
@@ -134,6 +146,9 @@ CUresult mpsd_made_late(const void *name, void **native, CUresult (*make)(struct
 
 /* Under the lock: of a graph or an executable one, what it consists of from now on; takes that reference. */
 void mpsd_made_regraph(struct mpsd_made *made, struct mpsd_graph *graph);
+
+/* Without the lock: what was the program's is another record's from now on, and ends with it. False: it is not known. */
+bool mpsd_made_move_into(const void *name, struct mpsd_made *of);
 
 /* Its twin is not as it should be: it is made once more. False as of mpsd_made_add(). */
 bool mpsd_made_again(const void *name, uint64_t moves);

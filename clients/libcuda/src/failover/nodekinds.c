@@ -4,32 +4,53 @@
 
 #include "exact/params.h"
 #include "exact/state.h"
+#include "failover/embedded.h"
 #include "failover/line.h"
 #include "failover/nodes.h"
 
 #define NOT_FOLLOWED "a graph node of an untracked type"
 
 /* After the driver was told: the program is not carried over, unless nothing came of it. */
-static CUresult passed(CUresult result)
+static CUresult passed(CUresult result, const char *why)
 {
-	result = mpsd_line_made(result, NOT_FOLLOWED);
+	result = mpsd_line_made(result, why);
 	return mpsd_is_left() ? MPSD_AGAIN : result;
 }
 
 /* What is missing is missing in any copy. */
-static CUresult refused(CUresult result)
+static CUresult refused(CUresult result, const char *why)
 {
 	if (result == CUDA_ERROR_INVALID_VALUE)
 		return result;
-	mpsd_line_opaque(NOT_FOLLOWED);
+	mpsd_line_opaque(why);
 	return CUDA_ERROR_NOT_SUPPORTED;
 }
 
+/* The kind by its name, for the program's status. */
+static const char *why_not(const CUgraphNodeParams *given)
+{
+	switch (given ? (int)given->type : -1) {
+	case CU_GRAPH_NODE_TYPE_MEM_ALLOC:
+		return "a memory allocation node in a graph";
+	case CU_GRAPH_NODE_TYPE_MEM_FREE:
+		return "a memory free node in a graph";
+	case CU_GRAPH_NODE_TYPE_EXT_SEMAS_SIGNAL:
+	case CU_GRAPH_NODE_TYPE_EXT_SEMAS_WAIT:
+		return "an external semaphore node in a graph";
+	case CU_GRAPH_NODE_TYPE_CONDITIONAL:
+		return "a conditional node in a graph";
+	default:
+		return NOT_FOLLOWED;
+	}
+}
+
 /* In another copy than the first one its handles would lead astray. */
-#define PASS(result, call)									\
+#define PASS_WHY(result, why, call)								\
 	(mpsd_is_loss(result) || (result) == MPSD_AGAIN ? (result)				\
-	 : mpsd_tables()->moves			      ? refused(result)			\
-						      : passed(call))
+	 : mpsd_tables()->moves			      ? refused(result, why)			\
+						      : passed(call, why))
+
+#define PASS(result, call) PASS_WHY(result, NOT_FOLLOWED, call)
 
 /* What a node was until now: of a graph, or of an executable one. */
 struct before {
@@ -42,10 +63,13 @@ static struct before look_before(const void *name, CUgraphNode node)
 	struct mpsd_graph *graph = mpsd_made_graph(name);
 	unsigned int number = graph ? mpsd_graph_number(graph, node) : 0;
 	struct before before = { NULL, NULL };
+	const struct mpsd_node *found = NULL;
 
-	if (graph && number < graph->count) {
-		before.op = graph->nodes[number].op;
-		before.context = graph->nodes[number].context;
+	if (graph)
+		found = number < graph->count ? &graph->nodes[number] : mpsd_embedded_find(graph, node);
+	if (found) {
+		before.op = found->op;
+		before.context = found->context;
 	}
 	if (before.op)
 		mpsd_op_share(before.op);
@@ -123,8 +147,50 @@ static CUresult child(CUgraph given, CUgraph *native, struct mpsd_node *node)
 {
 	CUresult result = mpsd_graph_native(given, native);
 
-	*node = (struct mpsd_node){ .child = result == CUDA_SUCCESS ? mpsd_made_graph(given) : NULL };
+	*node = (struct mpsd_node){ .child = result == CUDA_SUCCESS ? mpsd_embedded_snapshot(given) : NULL };
 	return result != CUDA_SUCCESS || node->child ? result : CUDA_ERROR_NOT_SUPPORTED;
+}
+
+static CUresult host(const CUDA_HOST_NODE_PARAMS *given, const struct mpsd_op *before, struct mpsd_node *node)
+{
+	if (!given || !given->fn)
+		return CUDA_ERROR_INVALID_VALUE;
+	return made(mpsd_call_of_node(given->fn, given->userData), before, NULL, node);
+}
+
+static CUresult memory(const CUDA_BATCH_MEM_OP_NODE_PARAMS *given, const struct mpsd_op *before, struct mpsd_node *node)
+{
+	return given ? made(mpsd_memops_of_node(given), before, given->ctx, node) : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult event(CUevent given, enum mpsd_op_kind kind, const struct mpsd_op *before, struct mpsd_node *node)
+{
+	struct mpsd_op *op = given ? calloc(1, sizeof(*op)) : NULL;
+
+	if (!op)
+		return given ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
+	op->kind = kind;
+	op->event.event = given;
+	op->event.flags = kind == MPSD_OP_RECORD ? CU_EVENT_RECORD_EXTERNAL : CU_EVENT_WAIT_EXTERNAL;
+	op->event.is_flagged = kind == MPSD_OP_RECORD;
+	return made(op, before, NULL, node);
+}
+
+static CUresult any_of_host(const CUDA_HOST_NODE_PARAMS_v2 *given, const struct mpsd_op *before, struct mpsd_node *node)
+{
+	const CUDA_HOST_NODE_PARAMS plain = { given->fn, given->userData };
+
+	/* The calls by which it is made again have none of these. */
+	return given->syncMode || given->ctx ? CUDA_ERROR_NOT_SUPPORTED : host(&plain, before, node);
+}
+
+static CUresult any_of_memory(const CUDA_BATCH_MEM_OP_NODE_PARAMS_v2 *given, const struct mpsd_op *before,
+			      struct mpsd_node *node)
+{
+	const CUDA_BATCH_MEM_OP_NODE_PARAMS plain = { or_current(given->ctx), given->count, given->paramArray,
+						      given->flags };
+
+	return memory(&plain, before, node);
 }
 
 static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before, struct mpsd_node *node, CUgraph *native)
@@ -151,6 +217,14 @@ static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before
 		return set(&memset, or_current(s->ctx), before, node);
 	case CU_GRAPH_NODE_TYPE_GRAPH:
 		return given->graph.ownership ? CUDA_ERROR_NOT_SUPPORTED : child(given->graph.graph, native, node);
+	case CU_GRAPH_NODE_TYPE_HOST:
+		return any_of_host(&given->host, before, node);
+	case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
+		return any_of_memory(&given->memOp, before, node);
+	case CU_GRAPH_NODE_TYPE_EVENT_RECORD:
+		return event(given->eventRecord.event, MPSD_OP_RECORD, before, node);
+	case CU_GRAPH_NODE_TYPE_WAIT_EVENT:
+		return event(given->eventWait.event, MPSD_OP_WAIT, before, node);
 	case CU_GRAPH_NODE_TYPE_EMPTY:
 		*node = (struct mpsd_node){ .op = NULL };
 		return CUDA_SUCCESS;
@@ -159,12 +233,49 @@ static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before
 	}
 }
 
+/* Takes what it has of its own: cuda.h says so of cuGraphAddNode() alone. */
+static CUresult own(const CUgraphNodeParams *given, struct mpsd_node *node, CUgraph *native)
+{
+	bool is_moved = given->type == CU_GRAPH_NODE_TYPE_GRAPH;
+	struct mpsd_graph *graph = is_moved ? mpsd_made_graph(given->graph.graph) : NULL;
+	CUresult result = is_moved ? mpsd_graph_native(given->graph.graph, native) : CUDA_SUCCESS;
+	struct mpsd_embedded *embedded;
+
+	mpsd_graph_let_go(graph);
+	if (result != CUDA_SUCCESS || (is_moved && !graph))
+		return result != CUDA_SUCCESS ? result : CUDA_ERROR_NOT_SUPPORTED;
+	/* What the driver refuses it is to refuse. */
+	embedded = mpsd_embedded_new(is_moved ? 1 : given->conditional.size);
+	if (!embedded)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	embedded->is_moved = is_moved;
+	if (is_moved) {
+		embedded->names[0] = given->graph.graph;
+	} else {
+		embedded->handle = given->conditional.handle;
+		embedded->type = given->conditional.type;
+	}
+	*node = (struct mpsd_node){ .embedded = embedded, .context = is_moved ? NULL : given->conditional.ctx };
+	return CUDA_SUCCESS;
+}
+
+/* As `any`, of a node that is added. */
+static CUresult added(const CUgraphNodeParams *given, struct mpsd_node *node, CUgraph *native)
+{
+	bool is_moved = given->type == CU_GRAPH_NODE_TYPE_GRAPH &&
+			given->graph.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE;
+	bool has_reserved = given->reserved0[0] || given->reserved0[1] || given->reserved0[2] || given->reserved2;
+	bool is_known = is_moved || (given->type == CU_GRAPH_NODE_TYPE_CONDITIONAL && given->conditional.size);
+
+	return is_known && !has_reserved ? own(given, node, native) : any(given, NULL, node, native);
+}
+
 /* Added */
 
-#define ADD(result, native, call)											\
+#define ADD(result, native, call)										\
 	((result) == CUDA_SUCCESS										\
-		 ? mpsd_node_add(&(struct mpsd_addition){ phGraphNode, hGraph, dependencies, numDependencies }, node,	\
-				 native)										\
+		 ? mpsd_node_add(&(struct mpsd_addition){ phGraphNode, hGraph, dependencies, numDependencies, NULL, NULL }, \
+				 node, native)										\
 		 : PASS(result, call))
 
 CUresult make_cuGraphAddKernelNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
@@ -200,7 +311,7 @@ CUresult make_cuGraphAddMemsetNode(CUgraphNode *phGraphNode, CUgraph hGraph, con
 CUresult make_cuGraphAddEmptyNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
 				  size_t numDependencies)
 {
-	const struct mpsd_addition addition = { phGraphNode, hGraph, dependencies, numDependencies };
+	const struct mpsd_addition addition = { phGraphNode, hGraph, dependencies, numDependencies, NULL, NULL };
 
 	return mpsd_node_add(&addition, (struct mpsd_node){ .op = NULL }, NULL);
 }
@@ -216,36 +327,91 @@ CUresult make_cuGraphAddChildGraphNode(CUgraphNode *phGraphNode, CUgraph hGraph,
 		   inner_cuGraphAddChildGraphNode(phGraphNode, hGraph, dependencies, numDependencies, childGraph));
 }
 
+CUresult make_cuGraphAddHostNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				 size_t numDependencies, const CUDA_HOST_NODE_PARAMS *nodeParams)
+{
+	struct mpsd_node node;
+	CUresult result = host(nodeParams, NULL, &node);
+
+	return ADD(result, NULL,
+		   inner_cuGraphAddHostNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams));
+}
+
+CUresult make_cuGraphAddBatchMemOpNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				       size_t numDependencies, const CUDA_BATCH_MEM_OP_NODE_PARAMS *nodeParams)
+{
+	struct mpsd_node node;
+	CUresult result = memory(nodeParams, NULL, &node);
+
+	return ADD(result, NULL,
+		   inner_cuGraphAddBatchMemOpNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams));
+}
+
+#define ADD_EVENT(kind, function)								\
+	struct mpsd_node node;									\
+	CUresult result = event(of, kind, NULL, &node);					\
+												\
+	return ADD(result, NULL, function(phGraphNode, hGraph, dependencies, numDependencies, of))
+
+CUresult make_cuGraphAddEventRecordNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+					size_t numDependencies, CUevent of)
+{
+	ADD_EVENT(MPSD_OP_RECORD, inner_cuGraphAddEventRecordNode);
+}
+
+CUresult make_cuGraphAddEventWaitNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
+				      size_t numDependencies, CUevent of)
+{
+	ADD_EVENT(MPSD_OP_WAIT, inner_cuGraphAddEventWaitNode);
+}
+
+/* Graphs of a conditional node are told by their names. */
+static CUresult add_any(struct mpsd_addition *addition, CUgraphNodeParams *given, struct mpsd_node node, CUgraph native)
+{
+	CUgraph *bodies = NULL;
+	CUresult result;
+
+	addition->bodies = &bodies;
+	result = mpsd_node_add(addition, node, native);
+	if (result == CUDA_SUCCESS && given->type == CU_GRAPH_NODE_TYPE_CONDITIONAL)
+		given->conditional.phGraph_out = bodies;
+	return result;
+}
+
 CUresult make_cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
 				const CUgraphEdgeData *dependencyData, size_t numDependencies,
 				CUgraphNodeParams *nodeParams)
 {
+	struct mpsd_addition addition = { phGraphNode, hGraph, dependencies, numDependencies, dependencyData, NULL };
 	struct mpsd_node node;
 	CUgraph native = NULL;
-	CUresult result = CUDA_ERROR_NOT_SUPPORTED;
+	CUresult result = nodeParams ? added(nodeParams, &node, &native) : CUDA_ERROR_INVALID_VALUE;
 
-	if (nodeParams && mpsd_edges_are_plain(dependencyData, numDependencies))
-		result = any(nodeParams, NULL, &node, &native);
-	return ADD(result, native,
-		   inner_cuGraphAddNode_v2(phGraphNode, hGraph, dependencies, dependencyData, numDependencies,
-					   nodeParams));
+	if (result == CUDA_SUCCESS)
+		return add_any(&addition, nodeParams, node, native);
+	return PASS_WHY(result, why_not(nodeParams),
+			inner_cuGraphAddNode_v2(phGraphNode, hGraph, dependencies, dependencyData, numDependencies,
+						nodeParams));
 }
 
 CUresult make_cuGraphAddNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies,
 			     size_t numDependencies, CUgraphNodeParams *nodeParams)
 {
+	struct mpsd_addition addition = { phGraphNode, hGraph, dependencies, numDependencies, NULL, NULL };
 	struct mpsd_node node;
 	CUgraph native = NULL;
-	CUresult result = nodeParams ? any(nodeParams, NULL, &node, &native) : CUDA_ERROR_INVALID_VALUE;
+	CUresult result = nodeParams ? added(nodeParams, &node, &native) : CUDA_ERROR_INVALID_VALUE;
 
-	return ADD(result, native,
-		   inner_cuGraphAddNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams));
+	if (result == CUDA_SUCCESS)
+		return add_any(&addition, nodeParams, node, native);
+	return PASS_WHY(result, why_not(nodeParams),
+			inner_cuGraphAddNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams));
 }
 
 /* Something else from now on: in the graph, which executable graphs that are there do not see */
 
-#define BECOME(of, find, call)									\
-	struct before before = look_before(of, hNode);						\
+#define BECOME(graph_, find, call)									\
+	struct before before = look_before(graph_, hNode);						\
 	struct mpsd_node node;									\
 	CUresult result = find;									\
 												\
@@ -269,6 +435,46 @@ CUresult make_cuGraphMemsetNodeSetParams(CUgraphNode hNode, const CUDA_MEMSET_NO
 {
 	BECOME(mpsd_node_graph(hNode), set(nodeParams, before.context, before.op, &node),
 	       inner_cuGraphMemsetNodeSetParams(hNode, nodeParams));
+}
+
+CUresult make_cuGraphHostNodeSetParams(CUgraphNode hNode, const CUDA_HOST_NODE_PARAMS *nodeParams)
+{
+	BECOME(mpsd_node_graph(hNode), host(nodeParams, before.op, &node),
+	       inner_cuGraphHostNodeSetParams(hNode, nodeParams));
+}
+
+CUresult make_cuGraphBatchMemOpNodeSetParams(CUgraphNode hNode, const CUDA_BATCH_MEM_OP_NODE_PARAMS *nodeParams)
+{
+	BECOME(mpsd_node_graph(hNode), memory(nodeParams, before.op, &node),
+	       inner_cuGraphBatchMemOpNodeSetParams(hNode, nodeParams));
+}
+
+CUresult make_cuGraphEventRecordNodeSetEvent(CUgraphNode hNode, CUevent of)
+{
+	BECOME(mpsd_node_graph(hNode), event(of, MPSD_OP_RECORD, before.op, &node),
+	       inner_cuGraphEventRecordNodeSetEvent(hNode, of));
+}
+
+CUresult make_cuGraphEventWaitNodeSetEvent(CUgraphNode hNode, CUevent of)
+{
+	BECOME(mpsd_node_graph(hNode), event(of, MPSD_OP_WAIT, before.op, &node),
+	       inner_cuGraphEventWaitNodeSetEvent(hNode, of));
+}
+
+/* What an embedded graph is cannot be set so. */
+static CUresult any_but_graph(const CUgraphNodeParams *given, const struct mpsd_op *before, struct mpsd_node *node)
+{
+	CUgraph native = NULL;
+
+	if (!given)
+		return CUDA_ERROR_INVALID_VALUE;
+	return given->type == CU_GRAPH_NODE_TYPE_GRAPH ? CUDA_ERROR_NOT_SUPPORTED : any(given, before, node, &native);
+}
+
+CUresult make_cuGraphNodeSetParams(CUgraphNode hNode, CUgraphNodeParams *nodeParams)
+{
+	BECOME(mpsd_node_graph(hNode), any_but_graph(nodeParams, before.op, &node),
+	       inner_cuGraphNodeSetParams(hNode, nodeParams));
 }
 
 /* The same in an executable graph alone */
@@ -327,4 +533,30 @@ CUresult make_cuGraphExecNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode
 	CUgraph native = NULL;
 	CHANGE(nodeParams ? any(nodeParams, before.op, &node, &native) : CUDA_ERROR_INVALID_VALUE, native,
 	       inner_cuGraphExecNodeSetParams(hGraphExec, hNode, nodeParams));
+}
+
+CUresult make_cuGraphExecHostNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
+					   const CUDA_HOST_NODE_PARAMS *nodeParams)
+{
+	CHANGE(host(nodeParams, before.op, &node), NULL,
+	       inner_cuGraphExecHostNodeSetParams(hGraphExec, hNode, nodeParams));
+}
+
+CUresult make_cuGraphExecBatchMemOpNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
+						 const CUDA_BATCH_MEM_OP_NODE_PARAMS *nodeParams)
+{
+	CHANGE(memory(nodeParams, before.op, &node), NULL,
+	       inner_cuGraphExecBatchMemOpNodeSetParams(hGraphExec, hNode, nodeParams));
+}
+
+CUresult make_cuGraphExecEventRecordNodeSetEvent(CUgraphExec hGraphExec, CUgraphNode hNode, CUevent of)
+{
+	CHANGE(event(of, MPSD_OP_RECORD, before.op, &node), NULL,
+	       inner_cuGraphExecEventRecordNodeSetEvent(hGraphExec, hNode, of));
+}
+
+CUresult make_cuGraphExecEventWaitNodeSetEvent(CUgraphExec hGraphExec, CUgraphNode hNode, CUevent of)
+{
+	CHANGE(event(of, MPSD_OP_WAIT, before.op, &node), NULL,
+	       inner_cuGraphExecEventWaitNodeSetEvent(hGraphExec, hNode, of));
 }

@@ -138,6 +138,38 @@ CUresult make_cuGraphMemsetNodeGetParams(CUgraphNode hNode, CUDA_MEMSET_NODE_PAR
 	return result;
 }
 
+CUresult make_cuGraphHostNodeGetParams(CUgraphNode hNode, CUDA_HOST_NODE_PARAMS *nodeParams)
+{
+	NODE(inner_cuGraphHostNodeGetParams(native, nodeParams));
+	if (result == CUDA_SUCCESS)
+		mpsd_hostnode_name(nodeParams);
+	return result;
+}
+
+CUresult make_cuGraphBatchMemOpNodeGetParams(CUgraphNode hNode, CUDA_BATCH_MEM_OP_NODE_PARAMS *nodeParams_out)
+{
+	NODE(inner_cuGraphBatchMemOpNodeGetParams(native, nodeParams_out));
+	if (result == CUDA_SUCCESS)
+		nodeParams_out->ctx = mpsd_name(nodeParams_out->ctx);
+	return mpsd_answered(result);
+}
+
+CUresult make_cuGraphEventRecordNodeGetEvent(CUgraphNode hNode, CUevent *event_out)
+{
+	NODE(inner_cuGraphEventRecordNodeGetEvent(native, event_out));
+	if (result == CUDA_SUCCESS)
+		*event_out = mpsd_name(*event_out);
+	return mpsd_answered(result);
+}
+
+CUresult make_cuGraphEventWaitNodeGetEvent(CUgraphNode hNode, CUevent *event_out)
+{
+	NODE(inner_cuGraphEventWaitNodeGetEvent(native, event_out));
+	if (result == CUDA_SUCCESS)
+		*event_out = mpsd_name(*event_out);
+	return mpsd_answered(result);
+}
+
 CUresult make_cuGraphDebugDotPrint(CUgraph hGraph, const char *path, unsigned int flags)
 {
 	CUgraph native;

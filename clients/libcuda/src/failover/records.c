@@ -78,6 +78,14 @@ static void detach(struct mpsd_made *made)
 		made->parts = mpsd_variable_take(made->name);
 }
 
+void mpsd_put_forget(struct mpsd_put *put)
+{
+	free(put->nodes);
+	free(put->conditions.each);
+	free(put->embedded.each);
+	*put = (struct mpsd_put){ .graph = NULL };
+}
+
 static void release(struct mpsd_made *made)
 {
 	mpsd_variable_drop(made->parts);
@@ -85,8 +93,8 @@ static void release(struct mpsd_made *made)
 	mpsd_image_free(made->image);
 	mpsd_graph_let_go(made->graph);
 	mpsd_link_free(made->link);
-	free(made->put.nodes);
-	free(made->twin_put.nodes);
+	mpsd_put_forget(&made->put);
+	mpsd_put_forget(&made->twin_put);
 	free(made->text);
 	free(made->attribute);
 	free(made);
@@ -175,6 +183,22 @@ static bool is_of(const struct mpsd_made *made, const struct mpsd_made *ancestor
 /* Detached by this thread until the driver has answered: what ends, then what is of it, the oldest first. */
 static _Thread_local struct mpsd_made *ending;
 
+static bool has_moved;		/* under the lock: any record is of a newer one */
+
+bool mpsd_made_move_into(const void *name, struct mpsd_made *of)
+{
+	struct mpsd_made *made;
+
+	mpsd_made_lock();
+	made = mpsd_is_left() ? NULL : mpsd_made_find(name);
+	if (made) {
+		made->of = of;
+		has_moved = true;
+	}
+	mpsd_made_unlock();
+	return made != NULL;
+}
+
 bool mpsd_made_end(const void *name, uint64_t moves)
 {
 	struct mpsd_made *made, *ended, *older;
@@ -185,9 +209,9 @@ bool mpsd_made_end(const void *name, uint64_t moves)
 		is = atomic_load(&mpsd_moves) == moves;
 		ended = is ? mpsd_made_find(name) : NULL;
 	} while ((is_of(mpsd_made_held(), ended) || mpsd_ahead_needs(mpsd_made_held(), ended)) && mpsd_made_wait());
-	/* What is of it is newer. */
+	/* What is of it is newer, but for what was moved into it. */
 	for (made = ended ? newest : NULL; made; made = older) {
-		older = made == ended ? NULL : made->older;
+		older = made == ended && !has_moved ? NULL : made->older;
 		if (is_of(made, ended)) {
 			mpsd_twin_end(made);
 			detach(made);

@@ -11,7 +11,16 @@ struct mpsd_session {
 	bool is_spoiled;		/* the driver has made it invalid in this copy: the program has to end it, and has not */
 	bool is_void;			/* there is none in this copy: what comes into it fails, and so does its end */
 	struct mpsd_graph *graph;
+	CUgraph into;			/* the program's graph that it is captured into; NULL: one of its own */
+	CUgraphNode *after;		/* by the program's names, what it begins behind there */
+	CUgraphEdgeData *edges;		/* NULL: they are plain */
+	size_t count;
 };
+
+/* In the copy of this call: begins in its stream. */
+CUresult mpsd_session_begin(const struct mpsd_session *session, CUstreamCaptureMode mode);
+
+void mpsd_session_free(struct mpsd_session *session);	/* NULL: nothing; its graph, too */
 
 extern struct mpsd_session *mpsd_sessions;
 

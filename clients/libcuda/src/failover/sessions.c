@@ -3,6 +3,7 @@
 #include "failover/session.h"
 
 #include <pthread.h>
+#include <stdlib.h>
 
 #include "failover/cast.h"
 #include "failover/line.h"
@@ -20,6 +21,40 @@ void mpsd_sessions_lock(void)
 void mpsd_sessions_unlock(void)
 {
 	pthread_mutex_unlock(&lock);
+}
+
+void mpsd_session_free(struct mpsd_session *session)
+{
+	if (!session)
+		return;
+	mpsd_graph_let_go(session->graph);
+	free(session->after);
+	free(session->edges);
+	free(session);
+}
+
+static CUresult begin_into(const struct mpsd_session *session, CUstream origin, CUstreamCaptureMode mode)
+{
+	CUgraphNode *after = malloc((session->count + 1) * sizeof(*after));
+	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+	CUgraph native, graph;
+
+	if (after)
+		result = mpsd_graph_native(session->into, &native);
+	for (size_t i = 0; i < session->count && result == CUDA_SUCCESS; i++)
+		result = mpsd_node_native(session->after[i], &after[i], &graph);
+	if (result == CUDA_SUCCESS)
+		result = inner_cuStreamBeginCaptureToGraph(origin, native, session->count ? after : NULL,
+							   session->edges, session->count, mode);
+	free(after);
+	return result;
+}
+
+CUresult mpsd_session_begin(const struct mpsd_session *session, CUstreamCaptureMode mode)
+{
+	CUstream origin = mpsd_native(session->graph->origin);
+
+	return session->into ? begin_into(session, origin, mode) : inner_cuStreamBeginCapture_v2(origin, mode);
 }
 
 static bool is_invalid(CUstream native)
@@ -52,7 +87,7 @@ static CUresult go_on(struct mpsd_session *session)
 	struct mpsd_cast gone = { 0 };
 	CUstream origin = mpsd_native(session->graph->origin);
 	/* The thread that goes on, and ends it, is another one than this. */
-	CUresult result = inner_cuStreamBeginCapture_v2(origin, CU_STREAM_CAPTURE_MODE_RELAXED);
+	CUresult result = mpsd_session_begin(session, CU_STREAM_CAPTURE_MODE_RELAXED);
 
 	for (unsigned int i = 0; i < session->graph->count && result == CUDA_SUCCESS; i++) {
 		struct mpsd_node *node = &session->graph->nodes[i];
@@ -78,7 +113,7 @@ static void end_here(struct mpsd_session *session)
 	CUgraph graph = NULL;
 
 	inner_cuStreamEndCapture(mpsd_native(session->graph->origin), &graph);
-	if (graph)
+	if (graph && !session->into)
 		real_cuGraphDestroy(graph);
 }
 

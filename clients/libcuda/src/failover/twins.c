@@ -134,6 +134,7 @@ static CUresult make(struct mpsd_made *made, const char **what)
 	case MPSD_MADE_GRAPH:
 	case MPSD_MADE_EXEC:
 	case MPSD_MADE_NODE:
+	case MPSD_MADE_CONDITION:
 	case MPSD_MADE_LINK:
 		break;
 	case MPSD_MADE_STREAM_ATTRIBUTE:
