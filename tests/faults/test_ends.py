@@ -49,7 +49,7 @@ def ended(**changes: Any) -> dict[str, Any]:
         (ended(back_s=None, left=10240.0), "invalid: 10240 MiB stayed in use"),
         (ended(lost=1), "invalid: 1 programs were lost"),
         (ended(wrong=2), "invalid: 2 programs saw wrong results"),
-        (ended(moves=0), "invalid: no program failed over"),
+        (ended(moves=0), "invalid: at no fault all programs failed over"),
         (ended(problem="no fail-over"), "invalid: no fail-over"),
     ],
 )

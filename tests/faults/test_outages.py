@@ -1,4 +1,4 @@
-"""Faults around a death of mpsd, and bursts of faults: verdicts, and how a run is made."""
+"""Faults around a death of mpsd, and bursts of faults: the run on the simulated GPU, the verdicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from faultinject.campaigns.outages import command
 
 
 def outcome(**changes: Any) -> dict[str, Any]:
-    row = {"kind": "trap", "killed_s": 0.1, "away_s": 0.2, "faults": 1, "lost": 0, "wrong": 0, "innocent": 0}
+    row = {
+        "kind": "trap",
+        "killed_s": 0.1,
+        "away_s": 0.2,
+        "faults": 1,
+        "told": 0,
+        "lost": 0,
+        "wrong": 0,
+        "innocent": 0,
+    }
     return {**row, "pause": 40.0, "problem": "", "errors": [], **changes}
 
 
@@ -22,9 +31,11 @@ def outcome(**changes: Any) -> dict[str, Any]:
             outcome(lost=2, errors=["gone"]),
             "invalid: 2 protected programs were lost: gone",
         ),
+        (outcome(told=1), "invalid: 1 programs met an error"),
         (outcome(wrong=1), "invalid: 1 programs saw wrong results"),
         (outcome(innocent=1), "invalid: mpsd named 1 innocent programs"),
         (outcome(faults=0), "unknown: the fault had no effect"),
+        (outcome(killed_s=None, faults=1), "unknown: of the burst one fault had an effect"),
         (outcome(problem="no answer"), "invalid: no answer"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 
 from mpsd.api.protectionview import READS
 from mpsd.base.conditions import Code
-from mpsd.core.failover.budgets import FIRST_SHARE, POOL_SHARE
+from mpsd.core.failover.budgets import FIRST_SHARE, POOL_SHARE, TIME_BUDGET
 from tests.support.conditioning import rows_of
 from tests.support.libcudas import DEADLINE_S, MPSD_RUN, PATHS, PROGRAMS, Libraries
 from tests.support.site import Site, Status
@@ -86,7 +86,7 @@ def test_status_shows_limits_and_the_program_that_left(site: Site, libraries: Li
         ask_slow("m = gpu.made('cuMemAlloc_v2', 8 << 20)")
         assert ask_slow("gpu.run('late', m, 8, 1), gpu.sync(), gpu.word(m)") == "(0, 0, 1)"
         left = until_level(site, slow, "guard", "saving would slow it by ")
-        assert left["protected"]["why"].endswith(" %, the budget is 3 %")
+        assert left["protected"]["why"].endswith(f" %, the budget is {TIME_BUDGET / 10} %")
         assert (left["failover"]["left"], left["protected"]["remedy"]) == ("time", READS)
         status = site.until(
             lambda s: row(s, slow)["failover"]["snapshot_limit_bytes"] is None, "its memory is free again"

@@ -106,7 +106,7 @@ def judge_ended(row: Mapping[str, Any]) -> str:
     if found := _lives(row):
         return found
     if not row["moves"]:
-        return "invalid: no program failed over"
+        return "invalid: at no fault all programs failed over"
     if row["back_s"] is None:
         return f"invalid: {row['left']:.0f} MiB stayed in use"
     if row["back_s"] > BACK_S:

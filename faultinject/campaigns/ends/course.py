@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from faultinject.campaigns.failover.rounds import FAULT_S, POLL_S, UP_S, Rounds
+from faultinject.campaigns.failover.rounds import FAULT_S, POLL_S, QUIET_S, UP_S, Rounds
 from faultinject.registry.history import clock
 from faultinject.rig.leftovers import open_descriptors
 from faultinject.rig.libraries import Libraries
@@ -80,12 +80,13 @@ class Ends(Rounds):
         row = Ended(list(sizes))
         try:
             self._live([0], 1)
-            row.before = self._used()
+            row.before = self._settled_memory()
             row.moves, row.lost, row.wrong = self._live(sizes, moves)
             row.back_s = self._await_memory(row.before)
             row.left = round(max(0.0, self._used() - row.before), 1)
         except (DeadlineError, MpsdError) as error:
             row.problem = str(error)
+            self._stop()
         self._tell(f"{len(row.mib)} programs: {row}")
         return row
 
@@ -101,17 +102,17 @@ class Ends(Rounds):
             row.lost, row.wrong = self._stop()
         except (DeadlineError, MpsdError) as error:
             row.problem = str(error)
+            self._stop()
         self._tell(f"one program, {row.moves} fail-overs: {row.samples[-1] if row.samples else row.problem}")
         return row
 
     # ---- parts
 
     def _live(self, sizes: Sequence[int], moves: int) -> tuple[int, int, int]:
-        """Return fail-overs, lost programs, and programs with wrong results."""
+        """Return faults at which all programs failed over, lost programs, and programs with wrong results."""
         self._begin(sizes)
-        for number in range(moves):
-            self._fail_over(f"{len(sizes)}-{number}")
-        return (moves, *self._stop())
+        moved = [self._fail_over(f"{len(sizes)}-{number}") for number in range(moves)]
+        return (sum(count == len(sizes) for count in moved), *self._stop())
 
     def _begin(self, sizes: Sequence[int]) -> None:
         for mib in sizes:
@@ -129,15 +130,16 @@ class Ends(Rounds):
             raise DeadlineError("the deadline of the campaign has passed")
         return min(most, left)
 
-    def _fail_over(self, name: str) -> None:
-        """Raises DeadlineError for a fault that moves no program, or a lost one."""
+    def _fail_over(self, name: str) -> int:
+        """Return how many programs moved. Raises DeadlineError for a fault that moves none, or a lost one."""
         self._left(0.0)
         offender = self._rig.spawn(f"offender-{name}", "offender", FAULT)
         try:
             self._wait_until_ready(self._servers)
             offender.require("ready", timeout=self._left(UP_S))
-            self._await_record(offender.tell("go"))
+            record = self._await_record(offender.tell("go"))
             self._await_settled()
+            return sum(client["outcome"] == "moved" for client in record["clients"])
         finally:
             offender.end()
 
@@ -155,6 +157,16 @@ class Ends(Rounds):
 
     def _used(self) -> float:
         return round(self._rig.node.gpu_memory_used() / MIB, 1)
+
+    def _settled_memory(self) -> float:
+        """Return the memory in use once it has not changed for a while."""
+        before, end = self._used(), clock() + LATE_S
+        while clock() < end:
+            time.sleep(QUIET_S)
+            if self._used() == before:
+                break
+            before = self._used()
+        return before
 
     def _await_memory(self, before: float) -> float | None:
         """Return how long [s] the memory of before took to come back, None if it did not."""

@@ -90,11 +90,16 @@ def judge(row: Mapping[str, Any]) -> str:
         return f"invalid: {row['problem'][:300]}"
     if row["lost"]:
         return f"invalid: {row['lost']} protected programs were lost: {row['errors'][0][:200]}"
+    if row["told"]:
+        return f"invalid: {row['told']} programs met an error"
     if row["wrong"]:
         return f"invalid: {row['wrong']} programs saw wrong results"
     if row["innocent"]:
         return f"invalid: mpsd named {row['innocent']} innocent programs"
-    return "valid" if row["faults"] else "unknown: the fault had no effect"
+    if not row["faults"]:
+        return "unknown: the fault had no effect"
+    is_single = row["killed_s"] is None and row["faults"] == 1
+    return "unknown: of the burst one fault had an effect" if is_single else "valid"
 
 
 def verdicts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -109,26 +114,27 @@ def passed(report: Mapping[str, Any]) -> bool:
     return tables.passed(report, [verdict for _, verdict in verdicts(report)])
 
 
-HEAD = ["faults", "kind", "mpsd away, s", "times", "valid", "lost", "wrong", "innocent named", "pause, ms"]
+HEAD = ["faults", "kind", "mpsd away, s", "times", "valid", "lost", "met an error", "wrong", "innocent named"]
+HEAD += ["pause, ms"]
 
 
 def table(report: Mapping[str, Any]) -> list[list[str]]:
     """Return a row for each kind of fault and time without mpsd."""
     rows = [HEAD]
-    groups: list[tuple[str, Sequence[Mapping[str, Any]]]] = [("1", report["outages"])]
-    groups.append((str(BURST), report["bursts"]))
-    for faults, outcomes in groups:
+    for outcomes in (report["outages"], report["bursts"]):
         for kind in KINDS:
             for away in (None, *RESTARTS_S):
                 here = [row for row in outcomes if (row["kind"], row["away_s"]) == (kind, away)]
-                rows += [_row(faults, kind, away, here)] if here else []
+                rows += [_row(kind, away, here)] if here else []
     return rows
 
 
-def _row(faults: str, kind: str, away: float | None, here: Sequence[Mapping[str, Any]]) -> list[str]:
-    cells = [faults, kind, "-" if away is None else str(away), str(len(here))]
+def _row(kind: str, away: float | None, here: Sequence[Mapping[str, Any]]) -> list[str]:
+    faults = sorted({row["faults"] for row in here})
+    cells = [f"{faults[0]}-{faults[-1]}" if len(faults) > 1 else str(faults[0]), kind]
+    cells += ["-" if away is None else str(away), str(len(here))]
     cells.append(str(sum(judge(row) == "valid" for row in here)))
-    cells += [str(sum(row[name] for row in here)) for name in ("lost", "wrong", "innocent")]
+    cells += [str(sum(row[name] for row in here)) for name in ("lost", "told", "wrong", "innocent")]
     return [*cells, tables.spread([row["pause"] for row in here if row["pause"] is not None])]
 
 

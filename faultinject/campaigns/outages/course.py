@@ -29,14 +29,16 @@ class Outcome:
     """One fault, or one burst of them.
 
     kind: of the faults. killed_s: from the order to fault until mpsd was killed; negative: before; None: it
-    was not. away_s: until mpsd was started again. faults: offenders that met an error. lost, wrong: protected
-    programs. innocent: programs that a record names. pause: the longest step of a program [ms].
+    was not. away_s: until mpsd was started again. faults: fail-overs that mpsd recorded. told: protected
+    programs that met an error and ran on; lost, wrong: the same with those. innocent: programs that a record
+    names. pause: the longest step of a program [ms].
     """
 
     kind: str
     killed_s: float | None = None
     away_s: float | None = None
     faults: int = 0
+    told: int = 0
     lost: int = 0
     wrong: int = 0
     innocent: int = 0
@@ -122,11 +124,12 @@ class Outages(Rounds):
         return at
 
     def _collect_outcome(self, outcome: Outcome, offenders: list[Worker], at: float) -> None:
+        before = self._seen_failovers
         for offender in offenders:
-            message = offender.wait("outcome", "gone", timeout=self._left(FAULT_S))
-            outcome.faults += message is not None and message.data.get("code", 1) != 0
+            offender.wait("outcome", "gone", timeout=self._left(FAULT_S))
         time.sleep(SETTLE_S)
         self._await_settled()
+        outcome.faults = len({record["domain"] for record in self._failovers_since(before + 1)})
         pids = {server.pid for server in self._servers}
         for server in self._servers:
             report = self._report(server)
@@ -136,6 +139,7 @@ class Outages(Rounds):
                 server.end()
                 continue
             outcome.wrong += report["wrong"] > 0
+            outcome.told += bool(report["told"])
             steps = [(end - start) * 1e3 for start, end in report["longest"] if end > at]
             outcome.pause = round(max([outcome.pause or 0.0, *steps]), 1)
         named = [fault["offender"]["pid"] for fault in self._new_faults() if fault["offender"]]

@@ -42,7 +42,6 @@ from faultinject.rig.libraries import FAR_BYTES, MPSD_RUN, Libraries
 from faultinject.rig.rig import Rig
 from faultinject.rig.worker import Worker
 from mpsd.base.errors import DeadlineError, UnsupportedError, UsageError
-from mpsd.base.protection import ProtectionLevel
 
 MODES = ("forward", "vault", GUARDED, *STANDBY_MODES, AUTO)
 """The modes of a program.
@@ -66,9 +65,9 @@ ROUNDS_SHARE = 0.85
 """Share of the deadline after which no round begins, so that the rest can finish."""
 VALIDATED_TIMES, VALIDATED_STEPS = 8, 4
 STANDBY_S = READY_S = 20.0
-SETTLE_S = {"nvidia": 14.0, "simulated": 1.0}
-"""How long a program at the level `auto` works before it is timed. By then mpsd knows what saving costs it: a
-program that saving slows by 0.8 % more than its budget allows has left fail-over."""
+SETTLE_S = {"nvidia": 45.0, "simulated": 3.0}
+"""How long a program at the level `auto` works before it is timed, in turn with others. By then mpsd knows
+what saving costs it: a program that saving slows by 0.8 % more than its budget has left fail-over."""
 MIN_MEMORY = 1 << 20
 
 
@@ -194,21 +193,21 @@ class Group:
 
     def _settle(self, steps: int, until: float) -> None:
         """Let a program at the level `auto` work until its level is settled, and the others as much."""
-        auto, blocks = self.processes.get(AUTO), 0
+        auto = self.processes.get(AUTO)
         if auto is None or auto.failure:
             return
         end = min(until, clock() + SETTLE_S[self.rig.node.name])
-        while clock() < end and self._has_failover(auto):
-            self._guard_failure(auto, self._block, steps)
-            blocks += 1
-        for process in self.processes.values():
-            for _ in range(blocks if process is not auto else 0):
+        while clock() < end and self._may_leave(auto):
+            # All in turn, so that all do the same work whenever that ends.
+            for process in self.processes.values():
                 self._guard_failure(process, self._block, steps)
+        for process in self.processes.values():
             process.blocks.clear()
 
-    def _has_failover(self, process: PairedProcess) -> bool:
-        found = None if process.failure else _protection(process, self.rig.mpsd.status())
-        return found is not None and found["level"] == ProtectionLevel.FAILOVER
+    def _may_leave(self, process: PairedProcess) -> bool:
+        rows = [p for slot in self.rig.mpsd.status()["slots"] for p in slot["programs"]]
+        found = next((p for p in rows if p["pid"] == process.worker.pid), None)
+        return not process.failure and found is not None and found["left"] is None
 
     def _is_settled(self) -> bool:
         alive = [m for m in self.processes.values() if not m.failure]

@@ -172,17 +172,24 @@ def _raise(draft: Draft, participant: Participant, wanted: int, wish: int = 0) -
 def _most_more(state: State, participant: Participant, gpu: str) -> int:
     """Return by how much a limit may be raised on a GPU. Beyond a first limit a raise leaves room for one."""
     first = pool(state, gpu) // FIRST_SHARE
+    own, others = _available(state, participant, gpu)
     most = _to_be_had(state, participant, gpu)
-    return max(most - first, min(most, first - _size(participant)))
+    return max(min(most, own + others - first), min(most, first - _size(participant)))
 
 
 def _to_be_had(state: State, participant: Participant, gpu: str) -> int:
     """Return by how much a limit can be raised on a GPU, if other limits are lowered for it."""
+    own, others = _available(state, participant, gpu)
+    below = _share(state, gpu) - _sums(state, gpu).get(account_of(state, participant), 0)
+    return own + max(0, min(below, others))
+
+
+def _available(state: State, participant: Participant, gpu: str) -> tuple[int, int]:
+    """Return what its account does not use, and what is free or beyond the shares of other accounts."""
     account = account_of(state, participant)
     own = sum(_unused(m) for m in _others_of(state, participant, gpu))
     surplus = sum(_surplus(state, a, gpu) for a in _sums(state, gpu) if a != account)
-    below = _share(state, gpu) - _sums(state, gpu).get(account, 0)
-    return own + max(0, min(below, free(state, gpu) + surplus))
+    return own, free(state, gpu) + surplus
 
 
 def _room(state: State, participant: Participant, gpu: str) -> int:

@@ -75,6 +75,11 @@ static void count_preparation_unless_the_gpu_hides_it(void)
 	period.relayed = 400;
 	CHECK(added(period) == 0);
 	period.relayed = 0;
+	/* Waits for a last small kernel are a small part of a long period. */
+	period.length_ns = 4 * MS;
+	period.waited_ns = 190 * US;
+	CHECK(added(period) == GIB / 10 * 1000 / SPEED + 200 * US);
+	period.length_ns = MS;
 	period.waited_ns = 500 * US;
 	CHECK(added(period) == GIB / 10 * 1000 / SPEED);
 }

@@ -57,6 +57,8 @@ void mpsd_line_unsure(const char *what) { CHECK(what); }
 void mpsd_line_wake(void) { }
 void mpsd_limit_want(uint64_t bytes) { CHECK(bytes); }
 CUresult mpsd_limit_await(void) { return CUDA_SUCCESS; }
+void mpsd_exposure_begin(const char *why) { CHECK(why); }
+void mpsd_spending_excuse(uint64_t ns) { }
 void mpsd_spending_of_device(void) { }
 bool mpsd_lanes_all_proven(void) { return true; }
 bool mpsd_undoroom_is_open(void) { return true; }
@@ -182,6 +184,7 @@ static void use(unsigned int chunks)
 		while (!mpsd_chunk_take(CHUNK, &got))
 			CHECK(mpsd_chunk_more(CHUNK) == CUDA_SUCCESS);
 	mpsd_chunks_empty();
+	mpsd_epoch.number++;
 }
 
 /* A warm-up needs ten of them, later epochs one. */
@@ -201,6 +204,10 @@ static void release_what_no_epoch_needs_any_more(void)
 	/* Then a large one comes after all. */
 	use(10);
 	CHECK(mpsd_chunks_needed() == UINT64_MAX);
+	/* A program that rests keeps its buffers. */
+	for (int i = 0; i < 5; i++)
+		end_a_window();
+	CHECK(mpsd_chunks_needed() == UINT64_MAX && mpsd_undo_bytes() == 10 * CHUNK);
 	/* Little is kept. */
 	CHECK(mpsd_undo_release(4 * CHUNK) == CUDA_SUCCESS);
 	for (int i = 0; i < 3; i++) {

@@ -23,8 +23,12 @@
 /* What the program saves where the relay submits a launch for it: most of what the driver takes for one. */
 #define RELAYED_NS 2500ull
 
-/* A wait for an idle GPU takes some microseconds, for the mark alone. Shorter waits do not show that the GPU was behind. */
+/*
+ * A wait for an idle GPU takes some microseconds, for the mark alone, and one for a last small kernel a little more. Waits
+ * shorter than this, and than this part of the period, do not show that the GPU was behind.
+ */
 #define SHORT_NS 50000ull
+#define SHORT_PART 20
 
 #define NEARLY_ALL 90	/* % */
 
@@ -54,10 +58,13 @@ uint64_t mpsd_budget_added(const struct mpsd_period *period, uint64_t speed)
 {
 	uint64_t copies = speed ? period->bytes * 1000 / speed : 0, waited = period->waited_ns, added;
 	uint64_t prepared = speed ? period->prepared_ns : 0, relayed = period->relayed * RELAYED_NS;
+	uint64_t little = period->length_ns / SHORT_PART;
 
-	if (waited < SHORT_NS && period->looked_ns > waited)
+	if (little < SHORT_NS)
+		little = SHORT_NS;
+	if (waited < little && period->looked_ns > waited)
 		waited = period->looked_ns;
-	if (waited < SHORT_NS)
+	if (waited < little)
 		added = least(copies, waited) + period->forced_ns + prepared - least(prepared, relayed);
 	else
 		added = least(copies, waited + period->forced_ns) + period->forced * BUBBLE_NS;

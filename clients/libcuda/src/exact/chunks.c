@@ -9,6 +9,7 @@
 
 #include "clock.h"
 #include "debug.h"
+#include "exact/exposure.h"
 #include "exact/leave.h"
 #include "exact/limit.h"
 #include "exact/saver.h"
@@ -44,7 +45,7 @@ static atomic_uint_least64_t rests_until;
 
 static size_t used_most;		/* by an epoch of this window, with the lock */
 static size_t used_before;		/* of the window before */
-static uint64_t window_ns;		/* when it began; 0: there is none yet */
+static uint64_t window_ns, window_epoch;	/* when it began, and which epoch it was; 0: there is none yet */
 static atomic_uint_least64_t needed = UINT64_MAX;
 
 /* Pages are saved whole, or not at all. */
@@ -157,7 +158,7 @@ static CUresult raise_limit(size_t there, uint64_t size)
 	return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-CUresult mpsd_chunk_more(uint64_t size)
+static CUresult add_room(uint64_t size)
 {
 	struct chunk chunk = { 0 };
 	CUresult result;
@@ -190,6 +191,15 @@ CUresult mpsd_chunk_more(uint64_t size)
 	count_held(size);
 	add_chunk(chunk);
 	return CUDA_SUCCESS;
+}
+
+CUresult mpsd_chunk_more(uint64_t size)
+{
+	uint64_t began = mpsd_now_ns();
+	CUresult result = add_room(size);
+
+	mpsd_spending_excuse(mpsd_now_ns() - began);
+	return result;
 }
 
 uint64_t mpsd_chunks_needed(void)
@@ -233,9 +243,10 @@ void mpsd_chunks_tend(void)
 	if (now - window_ns < WINDOW_NS)
 		return;
 	window_ns = now;
-	/* Without the mode no epoch ends, so nothing is known. */
-	if (!mpsd_exact())
+	/* A program that rests, or whose mode has ended, says nothing of what its epochs need. */
+	if (!mpsd_exact() || window_epoch == __atomic_load_n(&mpsd_epoch.number, __ATOMIC_RELAXED))
 		return;
+	window_epoch = __atomic_load_n(&mpsd_epoch.number, __ATOMIC_RELAXED);
 	most = end_window();
 	if (mpsd_undo_bytes() < most + LITTLE || mpsd_undo_bytes() / 2 < most)
 		return;
@@ -295,8 +306,10 @@ void mpsd_exact_lose_room(void)
 	while (chunk_count)
 		atomic_fetch_sub(&held, chunks[--chunk_count].size);
 	mpsd_chunks_empty();
-	if (!mpsd_epoch.unsure && !mpsd_lanes_all_proven())
+	if (!mpsd_epoch.unsure && !mpsd_lanes_all_proven()) {
 		__atomic_store_n(&mpsd_epoch.unsure, why, __ATOMIC_RELAXED);
+		mpsd_exposure_begin(why);
+	}
 	mpsd_word_give(&mpsd_exact_lock);
 	mpsd_line_unsure(why);
 }

@@ -256,10 +256,12 @@ static void take_borrowed(void)
 			continue;
 		}
 		op->copy.is_borrowed = false;
-		if (mpsd_copy_keep(op))
+		if (mpsd_copy_keep(op)) {
 			mpsd_epoch.kept_bytes += op->copy.size;
-		else
+		} else {
 			__atomic_store_n(&mpsd_epoch.unsure, "out of host memory", __ATOMIC_RELAXED);
+			mpsd_exposure_begin("out of host memory");
+		}
 	}
 	mpsd_epoch.has_borrowed = has;
 }

@@ -15,22 +15,21 @@
 static atomic_uint_least64_t until_ns;
 static _Atomic(const char *) reason;
 
-static void last(const char *why, uint64_t now)
+/* Until when it was exposed before. */
+static uint64_t last(const char *why, uint64_t now)
 {
 	uint64_t before = atomic_load(&until_ns), until = now + LASTS_NS;
 
 	atomic_store(&reason, why);
 	while (before < until && !atomic_compare_exchange_weak(&until_ns, &before, until))
 		;
+	return before;
 }
 
 void mpsd_exposure_begin(const char *why)
 {
-	uint64_t now = mpsd_now_ns();
-	bool is_new = now >= atomic_load(&until_ns);
-
-	last(why, now);
-	if (is_new)
+	/* The clock is read again: meanwhile the thread of line.c may have found that it is over. */
+	if (last(why, mpsd_now_ns()) <= mpsd_now_ns())
 		mpsd_line_wake();
 }
 

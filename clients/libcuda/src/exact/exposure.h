@@ -7,7 +7,7 @@
 
 #include <stdbool.h>
 
-/* By any thread, before the driver gets the work. */
+/* By any thread, also with the lock, before the driver gets the work. The thread of line.c says it. */
 void mpsd_exposure_begin(const char *why);
 
 /* Mode exact has ended, and the program has not left fail-over. */

@@ -2,6 +2,7 @@
 /* Where events are: behind which operation of which lane. */
 #include <stdlib.h>
 
+#include "exact/exposure.h"
 #include "exact/state.h"
 
 #define POINTS 1024		/* buckets */
@@ -34,6 +35,7 @@ static struct known_point *used_point(CUevent event)
 		(*place)->epoch = mpsd_epoch.number;
 	} else {
 		__atomic_store_n(&mpsd_epoch.unsure, "out of host memory", __ATOMIC_RELAXED);
+		mpsd_exposure_begin("out of host memory");
 	}
 	return *place;
 }

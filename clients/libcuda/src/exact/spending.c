@@ -19,7 +19,7 @@
 #define LONG_NS 1000000000ull	/* a period ends after that at a forced end, too: some programs never wait */
 #define TELL_NS 1000000000ull	/* between two that the daemon is told */
 #define OF_BEFORE 7		/* of eight parts */
-#define MOST_PREPARED_NS 200000ull	/* for one operation */
+#define MOST_PREPARED_NS 5000000ull	/* for one operation */
 
 /* The present period, with the lock. */
 static uint64_t began_ns;	/* 0: nothing of it, or it is not measured */
@@ -69,7 +69,7 @@ void mpsd_spending_waited(uint64_t ns)
 
 void mpsd_spending_prepared(uint64_t ns)
 {
-	/* Another process had the processor, or memory was allocated, which happens seldom. */
+	/* Beyond that another process had the processor. */
 	atomic_fetch_add(&prepared_ns, ns < MOST_PREPARED_NS ? ns : MOST_PREPARED_NS);
 }
 
@@ -78,9 +78,16 @@ void mpsd_spending_relayed(void)
 	atomic_fetch_add_explicit(&relayed, 1, memory_order_relaxed);
 }
 
-uint64_t mpsd_spending_forced_ns(void)
+static _Thread_local uint64_t excused_ns;
+
+void mpsd_spending_excuse(uint64_t ns)
 {
-	return atomic_load(&forced_ns);
+	excused_ns += ns;
+}
+
+uint64_t mpsd_spending_apart_ns(void)
+{
+	return atomic_load(&forced_ns) + excused_ns;
 }
 
 void mpsd_spending_looked(void)

@@ -21,8 +21,9 @@ void mpsd_spending_looked(void);
 void mpsd_spending_prepared(uint64_t ns);
 void mpsd_spending_relayed(void);
 
-/* By any thread: what is to be subtracted from that, as it grows. */
-uint64_t mpsd_spending_forced_ns(void);
+/* By this thread: it allocated a snapshot buffer, which is seldom. What is to be subtracted from the above, as it grows. */
+void mpsd_spending_excuse(uint64_t ns);
+uint64_t mpsd_spending_apart_ns(void);
 
 /* Without the lock: the GPU whose context is current is the one that copies. */
 void mpsd_spending_of_device(void);

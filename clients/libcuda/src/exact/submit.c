@@ -229,13 +229,13 @@ static CUresult make_ready(struct mpsd_op *op, bool full)
 
 static CUresult make_ready_measured(struct mpsd_op *op, bool full)
 {
-	uint64_t began = mpsd_now_ns(), forced = mpsd_spending_forced_ns(), took;
+	uint64_t began = mpsd_now_ns(), apart = mpsd_spending_apart_ns(), took;
 	CUresult result = make_ready(op, full);
 
 	took = mpsd_now_ns() - began;
-	forced = mpsd_spending_forced_ns() - forced;
-	if (took > forced && took - forced <= took)
-		mpsd_spending_prepared(took - forced);
+	apart = mpsd_spending_apart_ns() - apart;
+	if (took > apart)
+		mpsd_spending_prepared(took - apart);
 	return result;
 }
 
