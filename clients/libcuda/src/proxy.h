@@ -112,7 +112,8 @@ void mpsd_map_add(void *real, unsigned int index);
 void *mpsd_map_find(void *real);
 
 /* exports.c: makes the names that this library exports those of the real driver. */
-void mpsd_match_exports(void *real_handle);
+struct elfview;
+void mpsd_match_exports(const struct elfview *real);
 
 /* aside.c */
 void mpsd_step_aside(const char *reason);
