@@ -46,7 +46,7 @@ def test_a_preloaded_dlsym_sees_each_call_once(
 ) -> None:
     """The proxy takes the driver's functions from the driver's own symbol table. By dlsym() it would get
     those of the preloaded library, which lead back to the proxy."""
-    command = [libraries.program("sequence"), how]
+    command: list[str | Path] = [libraries.program("sequence"), how]
     plain = run(command, libraries.environment(proxied=True, vault=vault))
     alone = run(command, libraries.environment(proxied=False, LD_PRELOAD=str(preloaded)))
     done = run(command, libraries.environment(proxied=True, vault=vault, LD_PRELOAD=str(preloaded)))

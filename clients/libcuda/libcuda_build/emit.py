@@ -17,8 +17,8 @@ SPARE_NAME_ROOM = 96
 _MADE = "made by libcuda_build from cuda.h, functions.toml and names.txt"
 
 # A stub is one jump through the table. It takes 16 bytes, so that its address follows from its index.
-# Before the jump stand whole instructions of 5 bytes that run at any address. UCX and other tools overwrite the
-# first bytes of a function by a jump, and run what stood there elsewhere. They refuse endbr64 and a jump.
+# Before the jump stand whole instructions of 5 bytes that run at any address. UCX and other tools overwrite
+# the first bytes of a function by a jump, and run what stood there elsewhere. They refuse endbr64 and a jump.
 _STUBS = """\
 /* {made} */
 #define SLOT(index) (mpsd_table + 8 * (index))
