@@ -127,6 +127,13 @@ static CUresult child(CUgraph given, CUgraph *native, struct mpsd_node *node)
 	return result != CUDA_SUCCESS || node->child ? result : CUDA_ERROR_NOT_SUPPORTED;
 }
 
+/* CUDA_CHILD_GRAPH_NODE_PARAMS.ownership, behind the graph; cuda.h before 12.9 lacks it. 0: the graph is cloned. */
+static bool is_owner_given(const CUgraphNodeParams *given)
+{
+	_Static_assert(sizeof(given->reserved1[0]) == sizeof(CUgraph), "so that ownership begins the second word");
+	return (uint32_t)given->reserved1[1] != 0;
+}
+
 static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before, struct mpsd_node *node, CUgraph *native)
 {
 	const CUDA_KERNEL_NODE_PARAMS_v3 *k = &given->kernel;
@@ -150,7 +157,7 @@ static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before
 	case CU_GRAPH_NODE_TYPE_MEMSET:
 		return set(&memset, or_current(s->ctx), before, node);
 	case CU_GRAPH_NODE_TYPE_GRAPH:
-		return given->graph.ownership ? CUDA_ERROR_NOT_SUPPORTED : child(given->graph.graph, native, node);
+		return is_owner_given(given) ? CUDA_ERROR_NOT_SUPPORTED : child(given->graph.graph, native, node);
 	case CU_GRAPH_NODE_TYPE_EMPTY:
 		*node = (struct mpsd_node){ .op = NULL };
 		return CUDA_SUCCESS;
