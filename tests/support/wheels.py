@@ -1,17 +1,16 @@
-"""Wheels of PyPI that single tests need, fetched by pip and unpacked into $XDG_CACHE_HOME/mpsd-tests."""
+"""Wheels of PyPI that single tests need, fetched by pip and unpacked."""
 
 from __future__ import annotations
 
-import fcntl
-import os
 import subprocess
 import sys
-import tempfile
 import zipfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+
+from tests.support.fetched import once
 
 FETCH_S = 120.0
 
@@ -19,31 +18,14 @@ FETCH_S = 120.0
 @cache
 def unpacked(name: str, version: str) -> Path:
     """Return the folder with the files of a wheel. Skip the test, by the wheel's name, if pip has none."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(home) / "mpsd-tests" / f"{name}-{version}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-                _fetch(f"{name}=={version}", Path(made))
-                (Path(made) / "files").rename(folder)
-    return folder
+    return once(f"{name}-{version}", partial(_fetch, f"{name}=={version}"))
 
 
 def _fetch(wanted: str, into: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     # One try: without a network the test is skipped at once.
-    command += [
-        "--disable-pip-version-check",
-        "--retries",
-        "0",
-        "--timeout",
-        "15",
-        "--dest",
-        str(into),
-        wanted,
-    ]
+    command += ["--disable-pip-version-check", "--retries", "0", "--timeout", "15"]
+    command += ["--dest", str(into), wanted]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_S, check=False)
     except subprocess.TimeoutExpired:
