@@ -3,6 +3,9 @@
 #include <stddef.h>
 #include <string.h>
 #define OUT __attribute__((visibility("default")))
+/* Data, as debuggers look for. */
+OUT extern unsigned int cudbgIpcFlag;
+unsigned int cudbgIpcFlag = 4711;
 OUT int cuInit(unsigned int flags) { return flags ? 1 : 0; }
 OUT int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
 struct entry { const char *base; int since; int per_thread; void *function; };
