@@ -34,7 +34,7 @@ __attribute__((constructor)) static void first(void)
 	FIND(cuMemAlloc_v2);
 	FIND(cuMemFree_v2);
 	said = p_cuInit(0) || p_cuDevicePrimaryCtxRetain(&context, 0) || p_cuCtxSetCurrent(context) ||
-	       p_cuMemAlloc_v2(&memory, 100) || p_cuMemFree_v2(memory);
+		p_cuMemAlloc_v2(&memory, 100) || p_cuMemFree_v2(memory);
 }
 """
 SAID = "def said(path): return ctypes.c_int.in_dll(ctypes.CDLL(path), 'said').value\n"
