@@ -84,9 +84,10 @@ def test_a_function_can_be_patched_in_place(libraries: Libraries, vault: str) ->
 
 
 @X86
-def test_ucx_installs_its_memory_hooks(libraries: Libraries) -> None:
+@VAULT
+def test_ucx_installs_its_memory_hooks(libraries: Libraries, vault: str) -> None:
     folder = unpacked(*UCX) / "libucx" / "lib"
-    environment = libraries.environment(proxied=True, UCX_MEM_LOG_LEVEL="diag")
+    environment = libraries.environment(proxied=True, vault=vault, UCX_MEM_LOG_LEVEL="diag")
     environment["LD_LIBRARY_PATH"] += f":{folder}"
     done = run([sys.executable, PROGRAMS / "ucx.py", folder], environment)
     assert (done.returncode, done.stderr) == (0, "")

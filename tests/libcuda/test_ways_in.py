@@ -14,7 +14,7 @@ import pytest
 
 from tests.libcuda.test_proxy import ask, one_line
 from tests.support.libcudas import DEADLINE_S, MPSD_RUN, ROOT, Libraries, compile_library
-from tests.support.site import Site, until
+from tests.support.site import OTHER_UID, Site, until
 
 CONTEXT = """
 context, memory, size = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_size_t(100)
@@ -73,6 +73,23 @@ print(json.dumps([use(deep), versioned, place(deep.cuMemAlloc_v2)]))
     for proxied, folder in ((False, libraries.standin), (True, libraries.proxy)):
         answer, said = ask(CONTEXT + script, libraries.environment(proxied=proxied))
         assert (answer, said) == ([WORKS, None, str(folder)], "")
+
+
+@pytest.mark.parametrize("vault", ["0", "1"])
+def test_a_namespace_of_its_own_has_a_proxy_of_its_own(libraries: Libraries, vault: str) -> None:
+    """The second driver is refused its name by the first, with and without the proxy."""
+    script = """
+libc = ctypes.CDLL(None)
+libc.dlmopen.restype, libc.dlmopen.argtypes = ctypes.c_void_p, [ctypes.c_long, ctypes.c_char_p, ctypes.c_int]
+library = ctypes.CDLL("libcuda.so.1")
+codes = [use(library)]
+apart = libc.dlmopen(-1, b"libcuda.so.1", 2)
+codes += [ctypes.CDLL("apart", handle=apart).cuInit(0), use(library)]
+print(json.dumps(codes))
+"""
+    for proxied in (False, True):
+        answer, said = ask(CONTEXT + script, libraries.environment(proxied=proxied, vault=vault))
+        assert (answer, said) == ([WORKS, 304, WORKS], "")
 
 
 # -- libraries of wheels ---------------------------------------------------------------------------------
@@ -168,8 +185,8 @@ def client(site: Site, libraries: Libraries, way: str, path: Path) -> Iterator[i
             process.kill()
 
 
-def found(site: Site) -> dict[str, tuple[object, str, str]]:
-    rows = site.ask(lambda client: client.doctor())
+def found(site: Site, uid: int | None = None) -> dict[str, tuple[object, str, str]]:
+    rows = site.ask(lambda client: client.doctor(), uid)
     return {
         r["name"]: (r["ok"], r["finding"], r["remedy"]) for r in rows if r["name"].startswith("libcuda of")
     }
@@ -185,6 +202,7 @@ def test_doctor_names_a_program_with_several_drivers(
         shutil.copy(libraries.real, path)
     with client(site, libraries, "path" if way == "inode" else way, path) as pid:
         ok, finding, remedy = found(site)[f"libcuda of {pid}"]
+        assert list(found(site, OTHER_UID)) == ["libcuda of clients"]
     assert ok is None
     assert finding.startswith("several drivers are loaded: ") and "by its name" in remedy
     files = finding.partition(": ")[2].partition(";")[0].split(", ")

@@ -20,6 +20,9 @@ from tests.support.libcudas import PROGRAMS, compile_library
 FIRST = 10000
 """The number of the first function, beyond every CUresult."""
 
+CHOSEN = 4712
+"""The result of cuOwnChosen, an indirect function (STT_GNU_IFUNC)."""
+
 ALIASES = {"cuProfilerStart": "cuProfilerStop", "cuMemAlloc_v2": "cuMemAllocShared"}
 """Names, and other names for the same function."""
 
@@ -48,7 +51,12 @@ def build(folder: Path, version: int, own_names: int) -> NamesDriver:
         numbers[other] = numbers[name]
     source = folder / "names.c"
     source.write_text("\n".join(_source(numbers, since)) + "\n")
-    flags = (f"-DVERSION={version}", f"-I{PROGRAMS}", "-Wl,-soname,libcuda.so.1,-Bsymbolic")
+    flags = (
+        f"-DVERSION={version}",
+        f"-DCHOSEN={CHOSEN}",
+        f"-I{PROGRAMS}",
+        "-Wl,-soname,libcuda.so.1,-Bsymbolic",
+    )
     library = compile_library(folder / "libcuda.so.1", source, *flags)
     bases = sorted({_parts(name)[0] for name in {*numbers, *_BUILT_IN}})
     return NamesDriver(library, numbers, bases)

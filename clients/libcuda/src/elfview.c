@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 #include <dlfcn.h>
 #include <string.h>
+#include <sys/auxv.h>
 
 #include "elfview.h"
 
@@ -146,8 +147,12 @@ static uint32_t find_by_gnu_hash(const struct elfview *view, const char *name)
 void *mpsd_elfview_address(const struct elfview *view, const char *name)
 {
 	uint32_t symbol = view->gnu_hash ? find_by_gnu_hash(view, name) : find_by_hash(view, name);
+	void *address = symbol ? (void *)(view->base + view->symbols[symbol].st_value) : NULL;
 
-	return symbol ? (void *)(view->base + view->symbols[symbol].st_value) : NULL;
+	/* What chooses the function is there, and not the function. It is given what the loader gives it. */
+	if (address && ELF64_ST_TYPE(view->symbols[symbol].st_info) == STT_GNU_IFUNC)
+		return ((void *(*)(unsigned long))address)(getauxval(AT_HWCAP));
+	return address;
 }
 
 void *mpsd_elfview_symbol(void *handle, const char *name)

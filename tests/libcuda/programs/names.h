@@ -6,6 +6,9 @@
 /* Data, as debuggers look for. */
 OUT extern unsigned int cudbgIpcFlag;
 unsigned int cudbgIpcFlag = 4711;
+static int chosen(void) { return CHOSEN; }
+static void *choose(void) { return (void *)chosen; }
+OUT int cuOwnChosen(void) __attribute__((ifunc("choose")));
 OUT int cuInit(unsigned int flags) { return flags ? 1 : 0; }
 OUT int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
 struct entry { const char *base; int since; int per_thread; void *function; };
