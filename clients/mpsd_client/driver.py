@@ -53,9 +53,10 @@ def libc_obstacle(proxy: str) -> tuple[str, str]:
 
     Both are empty if they can. The loader would refuse the library, and with it the program."""
     try:
-        needed = {tuple(map(int, v.split(b"."))) for v in _GLIBC.findall(_start(_in(proxy), _MARK_WITHIN))}
+        start = _start(os.path.join(proxy, LIBRARY_NAME), _MARK_WITHIN)
     except OSError:
         return "", ""
+    needed = {tuple(map(int, version.split(b"."))) for version in _GLIBC.findall(start)}
     try:
         own = (os.confstr("CS_GNU_LIBC_VERSION") or "").removeprefix("glibc ")
     except ValueError:
@@ -67,10 +68,6 @@ def libc_obstacle(proxy: str) -> tuple[str, str]:
         why = f"mpsd's {LIBRARY_NAME} needs glibc {least}, and this system has {own}"
         return why, "build mpsd-libcuda on a system with this glibc, and name it by --library DIR"
     return "", ""
-
-
-def _in(folder: str) -> str:
-    return os.path.join(folder, LIBRARY_NAME)
 
 
 def find_driver(environ: Mapping[str, str], proxy: str | None) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from libcuda_build.header import find_include
+from tests.libcuda.test_failed_calls import MODES
 from tests.libcuda.test_proxy import ask
 from tests.libcuda.test_ways_in import CONTEXT, WORKS
 from tests.support.libcudas import PATHS, Libraries, compile_library
@@ -84,6 +85,43 @@ print(json.dumps([codes, use(ctypes.CDLL("libcuda.so.1"))]))
     for _ in range(of(40, 4)):
         answer, said = ask(CONTEXT + SAID + script, libraries.environment(proxied=proxied), constructor)
         assert (answer, said) == ([[0, 0], WORKS], "")
+
+
+IN_THREAD = """
+#include <dlfcn.h>
+#include <pthread.h>
+static int (*init)(unsigned int);
+static void *call(void *said)
+{
+	*(int *)said = init(0);
+	return NULL;
+}
+int said = -1;
+__attribute__((constructor)) static void first(void)
+{
+	pthread_t thread;
+
+	init = (int (*)(unsigned int))dlsym(RTLD_DEFAULT, "cuInit");
+	if (!pthread_create(&thread, NULL, call, &said))
+		pthread_join(thread, NULL);
+}
+"""
+
+
+@pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
+def test_cuinit_does_not_wait_for_the_loader(
+    libraries: Libraries, tmp_path: Path, settings: dict[str, str]
+) -> None:
+    """A constructor waits for a thread that is in cuInit, and dlopen() waits for the constructor."""
+    (tmp_path / "thread.c").write_text(IN_THREAD)
+    made = compile_library(tmp_path / "thread.so", tmp_path / "thread.c", "-lpthread")
+    script = """
+library = ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+print(json.dumps([said(sys.argv[1]), use(library)]))
+"""
+    for proxied in (False, True):
+        environment = libraries.environment(proxied=proxied, **settings if proxied else {})
+        assert ask(CONTEXT + SAID + script, environment, made) == ([0, WORKS], "")
 
 
 # -- fork and exec ---------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ static bool defines(const struct elfview *view, uint32_t symbol, const char *nam
 static uint32_t find_by_hash(const struct elfview *view, const char *name)
 {
 	const uint32_t *table = view->hash, *chain = table + 2 + table[0];
-	uint32_t symbol = table[2 + mpsd_elfview_hash(name) % table[0]];
+	uint32_t symbol = table[0] ? table[2 + mpsd_elfview_hash(name) % table[0]] : 0;
 
 	while (symbol && !defines(view, symbol, name))
 		symbol = chain[symbol];
@@ -133,8 +133,8 @@ static uint32_t find_by_gnu_hash(const struct elfview *view, const char *name)
 
 	for (const char *at = name; *at; at++)
 		hash = hash * 33 + (unsigned char)*at;
-	symbol = bucket[hash % buckets];
-	if (symbol < first)
+	symbol = buckets ? bucket[hash % buckets] : 0;
+	if (!symbol || symbol < first)
 		return 0;
 	for (;; symbol++) {
 		if ((chain[symbol - first] | 1) == (hash | 1) && defines(view, symbol, name))

@@ -76,6 +76,7 @@ __attribute__((constructor(101))) static void load(void)
 	mpsd_real_handle = handle;
 	read_real(&driver);
 	mpsd_match_exports(&driver);
+	mpsd_aside_prepare(&driver);
 	fill_map();
 	fill_table();
 	mpsd_stats->state = MPSD_ACTIVE;

@@ -116,6 +116,7 @@ struct elfview;
 void mpsd_match_exports(const struct elfview *real);
 
 /* aside.c */
+void mpsd_aside_prepare(const struct elfview *driver);
 void mpsd_step_aside(const char *reason);
 void mpsd_say(const char *format, ...) __attribute__((format(printf, 1, 2)));
 const char *mpsd_reason_to_step_aside(void);
