@@ -88,12 +88,25 @@ print(json.dumps([codes, use(ctypes.CDLL("libcuda.so.1"))]))
 
 
 IN_THREAD = """
+#include <cuda.h>
 #include <dlfcn.h>
 #include <pthread.h>
-static int (*init)(unsigned int);
+#define EACH(with)							\\
+	with(cuInit) with(cuDevicePrimaryCtxRetain) with(cuCtxSetCurrent)	\\
+	with(cuModuleLoadData) with(cuModuleGetFunction) with(cuLaunchKernel)	\\
+	with(cuCtxSynchronize)
+#define KEEP(name) static __typeof__(&name) p_##name;
+EACH(KEEP)
+static const char image[] = "standin module\\nkernel nothing nothing 0\\n";
 static void *call(void *said)
 {
-	*(int *)said = init(0);
+	CUcontext context;
+	CUmodule module;
+	CUfunction nothing;
+
+	*(int *)said = p_cuInit(0) || p_cuDevicePrimaryCtxRetain(&context, 0) || p_cuCtxSetCurrent(context) ||
+			p_cuModuleLoadData(&module, image) || p_cuModuleGetFunction(&nothing, module, "nothing") ||
+			p_cuLaunchKernel(nothing, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL) || p_cuCtxSynchronize();
 	return NULL;
 }
 int said = -1;
@@ -101,7 +114,8 @@ __attribute__((constructor)) static void first(void)
 {
 	pthread_t thread;
 
-	init = (int (*)(unsigned int))dlsym(RTLD_DEFAULT, "cuInit");
+#define FIND(name) p_##name = (__typeof__(p_##name))dlsym(RTLD_DEFAULT, #name);
+	EACH(FIND)
 	if (!pthread_create(&thread, NULL, call, &said))
 		pthread_join(thread, NULL);
 }
@@ -109,10 +123,10 @@ __attribute__((constructor)) static void first(void)
 
 
 @pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
-def test_cuinit_does_not_wait_for_the_loader(
+def test_the_first_calls_do_not_wait_for_the_loader(
     libraries: Libraries, tmp_path: Path, settings: dict[str, str]
 ) -> None:
-    """A constructor waits for a thread that is in cuInit, and dlopen() waits for the constructor."""
+    """A constructor waits for a thread that calls the driver, and dlopen() waits for the constructor."""
     (tmp_path / "thread.c").write_text(IN_THREAD)
     made = compile_library(tmp_path / "thread.so", tmp_path / "thread.c", "-lpthread")
     script = """

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 #include <dlfcn.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/auxv.h>
 
@@ -160,4 +161,33 @@ void *mpsd_elfview_symbol(void *handle, const char *name)
 	struct elfview view;
 
 	return handle && mpsd_elfview_of_handle(handle, &view) ? mpsd_elfview_address(&view, name) : NULL;
+}
+
+struct place_search {
+	uintptr_t address;
+	struct elfview_place *place;
+};
+
+static int has_address(struct dl_phdr_info *object, size_t size, void *context)
+{
+	const struct place_search *search = context;
+
+	(void)size;
+	for (int i = 0; i < object->dlpi_phnum; i++) {
+		const ElfW(Phdr) *part = &object->dlpi_phdr[i];
+		uintptr_t begin = object->dlpi_addr + part->p_vaddr;
+
+		if (part->p_type != PT_LOAD || search->address < begin || search->address - begin >= part->p_memsz)
+			continue;
+		*search->place = (struct elfview_place){ object->dlpi_addr, strdup(object->dlpi_name) };
+		return 1;
+	}
+	return 0;
+}
+
+bool mpsd_elfview_place_of(const void *address, struct elfview_place *place)
+{
+	struct place_search search = { (uintptr_t)address, place };
+
+	return dl_iterate_phdr(has_address, &search) != 0;
 }

@@ -30,5 +30,16 @@ bool mpsd_elfview_of_handle(void *handle, struct elfview *view);	/* of dlopen() 
 void *mpsd_elfview_address(const struct elfview *view, const char *name);
 void *mpsd_elfview_symbol(void *handle, const char *name);	/* the same, for a handle of dlopen() or NULL */
 
+/*
+ * Where the object begins in which an address lies, and a copy of the name that the loader has for it. Not dladdr(),
+ * which waits for a thread that is in dlopen().
+ */
+struct elfview_place {
+	ElfW(Addr) base;
+	char *name;	/* to be freed; NULL if there is no memory */
+};
+
+bool mpsd_elfview_place_of(const void *address, struct elfview_place *place);
+
 /* The hash of a name in DT_HASH. */
 uint32_t mpsd_elfview_hash(const char *name);
