@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ _ELF = b"\x7fELF"
 _HEAD = 20
 # Names of the proxy's unused entry points, near the start of its file. The driver has no such names.
 _MARK, _MARK_WITHIN = b"cu__mpsd_spare_", 1 << 18
+_GLIBC = re.compile(rb"\0GLIBC_(\d+\.\d+)(?=[.\0])")
 
 
 def find_proxy(environ: Mapping[str, str], named: str | None = None) -> str | None:
@@ -44,6 +46,28 @@ def _packaged() -> Iterator[str]:
     spec = importlib.util.find_spec(_PACKAGE)
     for place in (spec.submodule_search_locations or []) if spec else []:
         yield os.path.join(place, "lib")
+
+
+def libc_obstacle(proxy: str) -> tuple[str, str]:
+    """Return why programs with this process's C library cannot load the proxy in this folder, and the remedy.
+
+    Both are empty if they can. The loader would refuse the library, and with it the program."""
+    try:
+        start = _start(os.path.join(proxy, LIBRARY_NAME), _MARK_WITHIN)
+    except OSError:
+        return "", ""
+    needed = {tuple(map(int, version.split(b"."))) for version in _GLIBC.findall(start)}
+    try:
+        own = (os.confstr("CS_GNU_LIBC_VERSION") or "").removeprefix("glibc ")
+    except ValueError:
+        own = ""
+    if not own:
+        return "this system's C library is not glibc", "use a system with glibc: the driver needs it, too"
+    if needed and max(needed) > tuple(map(int, own.split("."))):
+        least = ".".join(map(str, max(needed)))
+        why = f"mpsd's {LIBRARY_NAME} needs glibc {least}, and this system has {own}"
+        return why, "build mpsd-libcuda on a system with this glibc, and name it by --library DIR"
+    return "", ""
 
 
 def find_driver(environ: Mapping[str, str], proxy: str | None) -> str | None:

@@ -18,6 +18,9 @@ from types import MappingProxyType
 
 from mpsd.base.conditions import Condition
 from mpsd.base.errors import MpsdError
+from mpsd.base.protection import ProtectionLevel
+from mpsd.base.text import printable
+from mpsd.clients.starts import Start
 from mpsd.gpu.base import Check
 from mpsd.mps import pipedir
 from mpsd.mps.pathhealth import describe, remedy_for
@@ -33,6 +36,14 @@ KERNEL_LOG = "/dev/kmsg"
 # The kernel gives the first pid namespace a fixed inode number (PROC_PID_INIT_INO).
 INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 CAP_SYS_PTRACE = 19
+DRIVERS_BEHIND_PROXY = 1
+_ONE_LIBRARY = (
+    "load libcuda.so.1 by its name; not by a path, and not with dlmopen() into a namespace of its own"
+)
+_OWN_LIBRARY = (
+    "leave LD_LIBRARY_PATH as mpsd-run sets it; remove DT_RPATH from the program's libraries (patchelf "
+    "--remove-rpath); the loader ignores LD_LIBRARY_PATH for setuid programs"
+)
 _PIDFD_GETFD = 438
 _NOBODY = 65534
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -86,6 +97,24 @@ def run_checks(
 def condition_checks(conditions: Iterable[Condition]) -> list[Check]:
     """Return a check for each condition that holds: failed if it degrades protection."""
     return [Check(c.code.value, False if c.kind.degrades else None, c.text, c.remedy) for c in conditions]
+
+
+def library_checks(starts: Mapping[int, Start]) -> list[Check]:
+    """Return a check for each client whose calls do not all lead through mpsd's libcuda, by pid."""
+    found = [check for pid, start in sorted(starts.items()) if (check := _libraries(pid, start)) is not None]
+    return found or [Check("libcuda of clients", True, "no client has a driver past mpsd's libcuda.so.1")]
+
+
+def _libraries(pid: int, start: Start) -> Check | None:
+    name, files = f"libcuda of {pid}", ", ".join(map(printable, start.libcudas))
+    if start.proxy and len(start.libcudas) > DRIVERS_BEHIND_PROXY + 1:
+        finding = f"several drivers are loaded: {files}; mpsd does not see the calls of all of them"
+        return Check(name, None, finding, _ONE_LIBRARY)
+    wanted = start.level not in (None, ProtectionLevel.OBSERVE)
+    if wanted and not start.proxy and start.libcudas:
+        finding = f"mpsd's libcuda.so.1 is not loaded, but {files} is: the program is not protected"
+        return Check(name, None, finding, _OWN_LIBRARY)
+    return None
 
 
 def healthy(checks: Iterable[Check]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from mpsd import __version__
 from mpsd.api import failoverview as failover_view
 from mpsd.api import limitsview
-from mpsd.api.doctor import KERNEL_LOG, condition_checks, run_checks
+from mpsd.api.doctor import KERNEL_LOG, condition_checks, library_checks, run_checks
 from mpsd.api.node import Node
 from mpsd.api.privacy import owners, visible_to
 from mpsd.api.statusview import StatusInputs, status
@@ -36,7 +36,7 @@ from mpsd.base.errors import (
 )
 from mpsd.base.model import Gpu, Liveness, ProcessInstance, ZonePolicy
 from mpsd.base.protection import Protection, ProtectionLevel
-from mpsd.clients.starts import Starts
+from mpsd.clients.starts import Start, Starts
 from mpsd.config.schema import BackendName
 from mpsd.core import events as ev
 from mpsd.core import slots
@@ -210,10 +210,16 @@ class Operations:
             checks = [*await asyncio.to_thread(ask), isolation]
             checks += [await asyncio.to_thread(daemon.failover.check), daemon.percentages.check()]
             checks += condition_checks(daemon.conditions())
+            checks += library_checks(await self._libraries(peer))
             levels = daemon.protection
             checks = [*levels.checks(), *levels.stall_checks(daemon.runtime.state), *checks]
         rows = [{"name": c.name, "ok": c.ok, "finding": c.finding, "remedy": c.remedy} for c in checks]
         return {"checks": rows}
+
+    async def _libraries(self, peer: Peer) -> Mapping[int, Start]:
+        """Return the libcudas of the clients that this peer may see, by pid."""
+        clients = [c for c in self._daemon.runtime.state.clients.values() if peer.may_see([c.facts.uid])]
+        return {process.pid: start for process, start in (await self._starts.now(clients)).items()}
 
     def _still_open(self) -> list[str]:
         """Return the users' domains that other users can enter."""

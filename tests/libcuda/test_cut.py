@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.libcudas import run, standalone
 
-SOURCES = ("failover/cut.c", "uvm.c", "clock.c", "thread.c")
+SOURCES = ("failover/cut.c", "elfview.c", "uvm.c", "clock.c", "thread.c")
 
 
 @pytest.mark.parametrize("sanitize", ["", "address,undefined", "thread"])

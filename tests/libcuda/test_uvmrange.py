@@ -27,6 +27,6 @@ def device(path: Path, number: int) -> None:
 def test_managed_ranges_are_laid_and_taken_away(tmp_path: Path, sanitize: str) -> None:
     device(tmp_path / "wrong" / "nvidia-uvm", NULL)
     device(tmp_path / "right" / "nvidia-uvm", ZERO)
-    program = standalone(tmp_path, "uvmrange", ("uvmrange.c", "uvm.c"), sanitize=sanitize)
+    program = standalone(tmp_path, "uvmrange", ("uvmrange.c", "elfview.c", "uvm.c"), sanitize=sanitize)
     done = run([program, str(tmp_path)], os.environ)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")

@@ -45,6 +45,14 @@ def standalone(folder: Path, name: str, sources: Iterable[str], *flags: str, san
     return program
 
 
+def compile_library(target: Path, source: Path, *flags: str) -> Path:
+    """Compile a source as a shared library that a test loads, and return it."""
+    command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
+    command += ["-isystem", str(find_include()), "-o", str(target), str(source), *flags, "-ldl"]
+    subprocess.run(command, check=True, timeout=BUILD_S)
+    return target
+
+
 @dataclass(frozen=True)
 class Libraries:
     """Both libraries, each in a folder of its own, built with one choice of sanitizers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,13 +85,16 @@ def read_per_thread(
     return tuple(found)
 
 
-def read_carried(path: Path, functions: Mapping[str, Function]) -> tuple[Carried, ...]:
-    """Return the functions of carry.toml, sorted by name. Raises CarryError."""
+def read_carried(
+    path: Path, functions: Mapping[str, Function], absent: Set[str] = frozenset()
+) -> tuple[Carried, ...]:
+    """Return the functions of carry.toml, sorted by name, without those in `absent`. Raises CarryError."""
     table = tomllib.loads(path.read_text())
+    table.pop("per_thread", {})
+    table = {key: [name for name in names if name not in absent] for key, names in table.items()}
     polls = table.pop("polls", [])
     settles = {name: kind for kind in SETTLES for name in table.pop(kind, [])}
     behind = table.pop(BEHIND, [])
-    table.pop("per_thread", {})
     unknown = sorted(set(table) - set(CLASSES))
     if unknown:
         raise CarryError(f"{path.name}: unknown class: {', '.join(unknown)}")

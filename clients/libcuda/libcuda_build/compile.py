@@ -38,6 +38,8 @@ _LINK = (
 )
 # Without the version script the linker would also export its own section markers.
 _EXPORTS = "{ global: cu*; local: *; };\n"
+# Sources of the proxy that the stand-in driver is built with too.
+_SHARED = ("elfview.c",)
 # Programs keep pointers to the stubs, so the proxy is never unloaded. The stand-in driver can be.
 _STAYS = "-Wl,-z,nodelete"
 
@@ -76,8 +78,9 @@ def build_standin(
         headers = include or find_include()
     except HeaderError as error:
         raise BuildError(str(error)) from error
-    source = FOLDER / "standin"
-    return _library(out, sorted(source.glob("*.c")), (source,), headers, sanitize, strict)
+    source, shared = FOLDER / "standin", FOLDER / "src"
+    sources = [*sorted(source.glob("*.c")), *(shared / name for name in _SHARED)]
+    return _library(out, sources, (source, shared), headers, sanitize, strict)
 
 
 def _library(

@@ -17,6 +17,8 @@ SPARE_NAME_ROOM = 96
 _MADE = "made by libcuda_build from cuda.h, functions.toml and names.txt"
 
 # A stub is one jump through the table. It takes 16 bytes, so that its address follows from its index.
+# Before the jump stand whole instructions of 5 bytes that run at any address. UCX and other tools overwrite
+# the first bytes of a function by a jump, and run what stood there elsewhere. They refuse endbr64 and a jump.
 _STUBS = """\
 /* {made} */
 #define SLOT(index) (mpsd_table + 8 * (index))
@@ -28,7 +30,13 @@ _STUBS = """\
 	.type \\name, %function
 \\name:
 	.cfi_startproc
-	endbr64
+	push %rbp
+	.cfi_adjust_cfa_offset 8
+	.cfi_rel_offset %rbp, 0
+	mov %rsp, %rbp
+	pop %rbp
+	.cfi_adjust_cfa_offset -8
+	.cfi_restore %rbp
 	jmp *SLOT(\\index)(%rip)
 	.cfi_endproc
 	.size \\name, . - \\name
@@ -59,7 +67,7 @@ _STUBS = """\
 mpsd_stubs:
 """
 
-# Both architectures mark objects that support checks of indirect branch targets (CET, BTI).
+# The stubs suit a shadow stack (CET), but no check of branch targets: they begin without endbr64, see above.
 _NOTES = """\
 	.section .note.GNU-stack, "", %progbits
 #if defined(__x86_64__) && defined(__CET__)
@@ -67,7 +75,7 @@ _NOTES = """\
 	.balign 8
 	.long 4, 16, 5
 	.asciz "GNU"
-	.long 0xc0000002, 4, 3, 0
+	.long 0xc0000002, 4, 2, 0
 #endif
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,23 +31,25 @@ class Plan:
 
 def read_plan(folder: Path, functions: Mapping[str, Function]) -> Plan:
     """Return the plan from functions.toml and names.txt in `folder`. Raises TableError."""
-    entries = _entries(tomllib.loads((folder / "functions.toml").read_text()))
+    table = tomllib.loads((folder / "functions.toml").read_text())
+    absent = frozenset(table.pop("newer", [])) - set(functions)
+    entries = {name: when for name, when in _entries(table).items() if name not in absent}
     unknown = sorted(set(entries) - set(functions))
     if unknown:
         raise TableError(f"functions.toml: cuda.h does not declare {', '.join(unknown)}")
     extra = _extra(folder / "names.txt")
     functions = {**functions, **{name: Function(name, ()) for name, is_known in extra.items() if is_known}}
-    names = sorted({*functions, *extra})
+    names = sorted({*functions, *extra, *absent})
     wrapped = {name: when for name, when in sorted(entries.items()) if when != NEVER}
-    carried, per_thread = _carried(folder / "carry.toml", functions)
+    carried, per_thread = _carried(folder / "carry.toml", functions, absent)
     return Plan(tuple(names), tuple(sorted(entries)), wrapped, functions, carried, per_thread)
 
 
 def _carried(
-    path: Path, functions: Mapping[str, Function]
+    path: Path, functions: Mapping[str, Function], absent: Set[str]
 ) -> tuple[tuple[Carried, ...], tuple[PerThread, ...]]:
     try:
-        carried = read_carried(path, functions)
+        carried = read_carried(path, functions, absent)
         return carried, read_per_thread(path, functions, carried)
     except CarryError as error:
         raise TableError(str(error)) from error

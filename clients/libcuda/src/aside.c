@@ -63,8 +63,24 @@ void mpsd_step_aside(const char *reason)
 	mpsd_say("pass-through: %s; the program runs without mpsd's protection", reason);
 }
 
+/* As dl_iterate_phdr says it, which need not be where the object begins. */
+static ElfW(Addr) base, driver_base;
+
+/*
+ * Asked while this library is loaded. Later dladdr1() would wait for a thread that is in dlopen(), and a constructor
+ * there may wait for cuInit.
+ */
+void mpsd_aside_prepare(const struct elfview *driver)
+{
+	struct link_map *map = NULL;
+	Dl_info info;
+
+	driver_base = driver->base;
+	if (dladdr1(mpsd_stubs, &info, (void **)&map, RTLD_DL_LINKMAP) && map)
+		base = map->l_addr;
+}
+
 struct search {
-	ElfW(Addr) ours, real;
 	char *reason;
 	size_t size;
 };
@@ -76,7 +92,7 @@ static int is_another(struct dl_phdr_info *object, size_t size, void *context)
 	struct elfview view;
 
 	(void)size;
-	if (object->dlpi_addr == search->ours || object->dlpi_addr == search->real)
+	if (object->dlpi_addr == base || object->dlpi_addr == driver_base)
 		return 0;
 	if (!mpsd_elfview_of_object(object, &view) || !view.soname ||
 	    strncmp(view.soname, "libcuda.so", strlen("libcuda.so")) != 0)
@@ -86,25 +102,11 @@ static int is_another(struct dl_phdr_info *object, size_t size, void *context)
 	return 1;
 }
 
-/* As dl_iterate_phdr says it, which need not be where the object begins. */
-static ElfW(Addr) base_of(const void *address)
-{
-	struct link_map *map = NULL;
-	Dl_info info;
-
-	return dladdr1(address, &info, (void **)&map, RTLD_DL_LINKMAP) && map ? map->l_addr : 0;
-}
-
 /* NULL when nothing speaks against the proxy. Asked by the first cuInit. */
 const char *mpsd_reason_to_step_aside(void)
 {
 	static char reason[256];
-	struct search search = {
-		.ours = base_of(mpsd_stubs),
-		.real = base_of((void *)real_cuInit),
-		.reason = reason,
-		.size = sizeof(reason),
-	};
+	struct search search = { .reason = reason, .size = sizeof(reason) };
 	int version = 0;
 
 	if (real_cuDriverGetVersion(&version) != CUDA_SUCCESS)

@@ -19,23 +19,9 @@
 #include "proxy.h"
 #include "stats.h"
 
-static uint32_t elf_hash(const char *name)
-{
-	uint32_t hash = 0;
-
-	for (; *name; name++) {
-		uint32_t high;
-
-		hash = (hash << 4) + (unsigned char)*name;
-		high = hash & 0xf0000000;
-		hash = (hash ^ (high >> 24)) & ~high;
-	}
-	return hash;
-}
-
 static uint32_t *bucket_of(const struct elfview *self, const char *name)
 {
-	return self->hash + 2 + elf_hash(name) % self->hash[0];
+	return self->hash + 2 + mpsd_elfview_hash(name) % self->hash[0];
 }
 
 static uint32_t *chain_of(const struct elfview *self, uint32_t symbol)
@@ -105,7 +91,7 @@ static bool is_driver_function(const struct elfview *real, uint32_t symbol)
 }
 
 /* Gives the driver's unknown names to the spare slots, from the first on; how many were given. */
-static unsigned int name_spare(const struct elfview *real, void *handle, const char **names)
+static unsigned int name_spare(const struct elfview *real, const char **names)
 {
 	unsigned int given = 0;
 
@@ -118,7 +104,7 @@ static unsigned int name_spare(const struct elfview *real, void *handle, const c
 			mpsd_stats->lacking++;
 			continue;
 		}
-		mpsd_real[MPSD_NAMES + given] = dlsym(handle, name);
+		mpsd_real[MPSD_NAMES + given] = mpsd_elfview_address(real, name);
 		names[given++] = name;
 	}
 	return given;
@@ -160,18 +146,15 @@ static bool set_writable(const struct elfview *self, bool writable)
  * Where this fails the proxy works all the same: names that the driver lacks then answer with
  * CUDA_ERROR_NOT_FOUND, and new ones are found by cuGetProcAddress alone.
  */
-void mpsd_match_exports(void *real_handle)
+void mpsd_match_exports(const struct elfview *real)
 {
 	const char *spare_names[MPSD_SPARE];
-	struct elfview self, real;
-	struct link_map *map;
+	struct elfview self;
 	unsigned int given;
 	Dl_info info;
 	void *extra;
 
-	if (dlinfo(real_handle, RTLD_DI_LINKMAP, &map) || !mpsd_elfview_of_map(map, &real))
-		return;
-	given = name_spare(&real, real_handle, spare_names);
+	given = name_spare(real, spare_names);
 	if (!dladdr1(mpsd_stubs, &info, &extra, RTLD_DL_LINKMAP) || !mpsd_elfview_of_map(extra, &self) ||
 	    !self.hash || !set_writable(&self, true))
 		return;

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "cache.h"
+#include "elfview.h"
 #include "proxy.h"
 
 #define NAME "libcuda.so.1"
@@ -57,6 +58,11 @@ static bool is_this_file(const struct stat *status)
 	       own.st_ino == status->st_ino;
 }
 
+static bool is_driver(void *handle)
+{
+	return mpsd_elfview_symbol(handle, "cuInit") && mpsd_elfview_symbol(handle, "cuDriverGetVersion");
+}
+
 /* The program goes first: a real driver that it has opened by its path is its own choice. */
 static bool take(const char *path, void *context)
 {
@@ -77,7 +83,7 @@ static bool take(const char *path, void *context)
 		found->handle = dlopen(path, RTLD_LAZY | RTLD_LOCAL);
 	if (!found->handle)
 		return false;
-	if (!dlsym(found->handle, "cuInit") || !dlsym(found->handle, "cuDriverGetVersion")) {
+	if (!is_driver(found->handle)) {
 		dlclose(found->handle);
 		found->handle = NULL;
 		return false;

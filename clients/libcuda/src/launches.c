@@ -159,6 +159,7 @@ CUresult wrap_cuCtxSynchronize(void)
 	return result;
 }
 
+#ifdef MPSD_cuCtxSynchronize_v2
 CUresult wrap_cuCtxSynchronize_v2(CUcontext ctx)
 {
 	struct wait wait = begin_wait();
@@ -168,6 +169,7 @@ CUresult wrap_cuCtxSynchronize_v2(CUcontext ctx)
 		settle(wait);
 	return result;
 }
+#endif
 
 /* The legacy stream has waited for its own work only: enough where all that is not settled is its own. */
 CUresult wrap_cuStreamSynchronize(CUstream hStream)
@@ -228,12 +230,14 @@ CUresult wrap_cuCtxCreate_v3(CUcontext *pctx, CUexecAffinityParam *paramsArray, 
 	return created(result, result ? NULL : *pctx);
 }
 
+#ifdef MPSD_cuCtxCreate_v4
 CUresult wrap_cuCtxCreate_v4(CUcontext *pctx, CUctxCreateParams *ctxCreateParams, unsigned int flags, CUdevice dev)
 {
 	CUresult result = real_cuCtxCreate_v4(pctx, ctxCreateParams, flags, dev);
 
 	return created(result, result ? NULL : *pctx);
 }
+#endif
 
 CUresult wrap_cuGreenCtxCreate(CUgreenCtx *phCtx, CUdevResourceDesc desc, CUdevice dev, unsigned int flags)
 {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 /* Fills the tables, once, before the program can call. */
-#include <dlfcn.h>
 #include <stdio.h>
 
+#include "elfview.h"
 #include "failover/carry.h"
 #include "proxy.h"
 #include "stats.h"
@@ -26,10 +26,10 @@ MPSD_READ_OFTEN _Atomic(const struct mpsd_tables *) mpsd_tables_now = &first;
 _Thread_local struct mpsd_thread mpsd_thread;
 void *mpsd_real_handle;
 
-static void read_real(void *handle)
+static void read_real(const struct elfview *driver)
 {
 	for (unsigned int i = 0; i < MPSD_NAMES; i++)
-		mpsd_real[i] = dlsym(handle, mpsd_names[i]);
+		mpsd_real[i] = mpsd_elfview_address(driver, mpsd_names[i]);
 }
 
 /* Wrapped functions go first into the map: an address that two names share must lead to the wrapper. */
@@ -63,18 +63,20 @@ void mpsd_install(enum mpsd_when when)
 __attribute__((constructor(101))) static void load(void)
 {
 	bool was_there = false;
+	struct elfview driver;
 	void *handle;
 
 	mpsd_stats_start();
 	handle = mpsd_find_real(mpsd_stats->real_path, sizeof(mpsd_stats->real_path), &was_there);
-	if (!handle) {
+	if (!handle || !mpsd_elfview_of_handle(handle, &driver)) {
 		mpsd_stats->state = MPSD_NO_DRIVER;
 		mpsd_say("no CUDA driver found (only mpsd's libcuda.so.1): the program finds no device");
 		return;
 	}
 	mpsd_real_handle = handle;
-	read_real(handle);
-	mpsd_match_exports(handle);
+	read_real(&driver);
+	mpsd_match_exports(&driver);
+	mpsd_aside_prepare(&driver);
 	fill_map();
 	fill_table();
 	mpsd_stats->state = MPSD_ACTIVE;

@@ -112,9 +112,11 @@ void mpsd_map_add(void *real, unsigned int index);
 void *mpsd_map_find(void *real);
 
 /* exports.c: makes the names that this library exports those of the real driver. */
-void mpsd_match_exports(void *real_handle);
+struct elfview;
+void mpsd_match_exports(const struct elfview *real);
 
 /* aside.c */
+void mpsd_aside_prepare(const struct elfview *driver);
 void mpsd_step_aside(const char *reason);
 void mpsd_say(const char *format, ...) __attribute__((format(printf, 1, 2)));
 const char *mpsd_reason_to_step_aside(void);

@@ -10,7 +10,6 @@
 #include "uvmrange.h"
 
 #include <dirent.h>
-#include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,6 +17,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "elfview.h"
 #include "proxy.h"
 #include "uvm.h"
 
@@ -50,9 +50,9 @@ static struct {
 static bool is_standin(void)
 {
 	if (!standin.tried) {
-		standin.managed = (__typeof__(standin.managed))dlsym(mpsd_real_handle, "standinManagedRange");
-		standin.sparse = (__typeof__(standin.sparse))dlsym(mpsd_real_handle, "standinSparseRange");
-		standin.release = (__typeof__(standin.release))dlsym(mpsd_real_handle, "standinFreeRange");
+		standin.managed = (__typeof__(standin.managed))mpsd_elfview_symbol(mpsd_real_handle, "standinManagedRange");
+		standin.sparse = (__typeof__(standin.sparse))mpsd_elfview_symbol(mpsd_real_handle, "standinSparseRange");
+		standin.release = (__typeof__(standin.release))mpsd_elfview_symbol(mpsd_real_handle, "standinFreeRange");
 		standin.tried = true;
 	}
 	return standin.managed && standin.sparse && standin.release;

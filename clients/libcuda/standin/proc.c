@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "elfview.h"
 #include "standin.h"
 
 /* Pointers that cuGetProcAddress gives out and that no symbol leads to. */
@@ -15,11 +16,13 @@ static CUresult private_function(void)
 	return CUDA_SUCCESS;
 }
 
-static void *own_handle(void)
+/* A driver knows its functions itself: it asks no dlsym(), which a program may have replaced. */
+static bool view_own(struct elfview *view)
 {
+	struct link_map *map;
 	Dl_info info;
 
-	return dladdr((void *)find_builtin, &info) ? dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : NULL;
+	return dladdr1((void *)find_builtin, &info, (void **)&map, RTLD_DL_LINKMAP) && mpsd_elfview_of_map(map, view);
 }
 
 static const struct {
@@ -42,21 +45,20 @@ static bool is_too_new(const char *symbol, int version, int cuda_version)
 
 static void *look_up(const char *symbol, int cuda_version)
 {
-	void *handle = own_handle(), *found = NULL;
+	struct elfview own;
+	void *found = NULL;
 	char versioned[128];
 
-	for (int version = 4; handle && version >= 2 && !found; version--) {
-		snprintf(versioned, sizeof(versioned), "%s_v%d", symbol, version);
-		if (!is_too_new(symbol, version, cuda_version))
-			found = dlsym(handle, versioned);
-	}
-	if (handle && !found)
-		found = dlsym(handle, symbol);
-	if (handle)
-		dlclose(handle);
 	if (!strcmp(symbol, "cuStandinPrivate"))
 		return (void *)private_function;
-	return found;
+	if (!view_own(&own))
+		return NULL;
+	for (int version = 4; version >= 2 && !found; version--) {
+		snprintf(versioned, sizeof(versioned), "%s_v%d", symbol, version);
+		if (!is_too_new(symbol, version, cuda_version))
+			found = mpsd_elfview_address(&own, versioned);
+	}
+	return found ? found : mpsd_elfview_address(&own, symbol);
 }
 
 API CUresult cuGetProcAddress_v2(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags,

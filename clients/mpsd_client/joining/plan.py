@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from mpsd_client._protocol import Protection, ProtectionLevel, errors
 from mpsd_client.client import Client, connect
-from mpsd_client.driver import LIBRARY_NAME, find_driver, find_proxy
+from mpsd_client.driver import LIBRARY_NAME, find_driver, find_proxy, libc_obstacle
 from mpsd_client.env import obstacle
 from mpsd_client.joining.devices import (
     VISIBLE,
@@ -225,6 +225,9 @@ def _allowed(daemon: Client, proxy: str | None, real: str | None, named: str | N
     if proxy is None:
         remedy = _ON_THE_SIMULATED_GPU if simulated else _INSTALL
         return Protection(observe, "mpsd's libcuda is not installed", remedy)
+    refused, remedy = libc_obstacle(proxy)
+    if refused:
+        return Protection(observe, refused, remedy)
     if real is None:
         remedy = _ON_THE_SIMULATED_GPU if simulated else f"set {REAL} to the driver's file"
         return Protection(observe, f"no CUDA driver ({LIBRARY_NAME}) found", remedy)

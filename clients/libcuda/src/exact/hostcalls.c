@@ -12,8 +12,10 @@ CUresult mpsd_host_hand_over(const struct mpsd_host *host, CUstream stream, CUho
 	switch (host->kind) {
 	case CALLBACK:
 		return inner_cuStreamAddCallback(stream, callback, data, host->flags);
+#ifdef MPSD_cuLaunchHostFunc_v2
 	case WITH_MODE:
 		return inner_cuLaunchHostFunc_v2(stream, function, data, host->flags);
+#endif
 	default:
 		return inner_cuLaunchHostFunc(stream, function, data);
 	}
@@ -106,6 +108,7 @@ CUresult work_cuLaunchHostFunc(CUstream hStream, CUhostFn fn, void *userData)
 	return start((struct mpsd_host){ .stream = hStream, .function = fn, .data = userData }, work);
 }
 
+#ifdef MPSD_cuLaunchHostFunc_v2
 static struct mpsd_host with_mode(CUstream stream, CUhostFn function, void *data, unsigned int mode)
 {
 	return (struct mpsd_host){ .kind = WITH_MODE, .stream = stream, .function = function, .data = data,
@@ -121,6 +124,7 @@ CUresult work_cuLaunchHostFunc_v2(CUstream hStream, CUhostFn fn, void *userData,
 {
 	return start(with_mode(hStream, fn, userData, syncMode), work);
 }
+#endif
 
 static struct mpsd_host callback_of(CUstream stream, CUstreamCallback callback, void *data, unsigned int flags)
 {

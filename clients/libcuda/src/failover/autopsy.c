@@ -10,7 +10,6 @@
  */
 #include "failover/autopsy.h"
 
-#include <dlfcn.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -18,6 +17,7 @@
 
 #include "clock.h"
 #include "debug.h"
+#include "elfview.h"
 #include "failover/cut.h"
 #include "failover/descriptors.h"
 #include "failover/line.h"
@@ -55,7 +55,7 @@ bool mpsd_autopsy_has_looked(unsigned int number)
 
 void mpsd_autopsy_know(unsigned int number, void *library)
 {
-	imitated[number] = (__typeof__(imitated[number]))dlsym(library, "standinManager");
+	imitated[number] = (__typeof__(imitated[number]))mpsd_elfview_symbol(library, "standinManager");
 }
 
 int mpsd_autopsy_ask(unsigned int number, int fd, unsigned long request, void *argument)

@@ -281,6 +281,7 @@ static atomic_bool is_taken[MPSD_COPY_NUMBERS];
 static bool open_one(struct mpsd_copy *copy, const char **why)
 {
 	struct link_map *map = NULL;
+	struct elfview view;
 
 	mpsd_autopsy_left(copy->number, false);
 	mpsd_owned_forget(copy->number);
@@ -295,8 +296,9 @@ static bool open_one(struct mpsd_copy *copy, const char **why)
 	}
 	mpsd_cut_know(copy->number, copy->handle);
 	mpsd_autopsy_know(copy->number, copy->handle);
+	mpsd_elfview_of_map(map, &view);	/* write_slots() has read it too */
 	for (unsigned int i = 0; i < MPSD_NAMES; i++)
-		copy->calls[i] = dlsym(copy->handle, mpsd_names[i]);
+		copy->calls[i] = mpsd_elfview_address(&view, mpsd_names[i]);
 	for (unsigned int i = 0; i < MPSD_NAMES; i++) {
 		if (!copy->calls[i] == !mpsd_real[i])
 			continue;

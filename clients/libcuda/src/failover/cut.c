@@ -10,7 +10,6 @@
  */
 #include "failover/cut.h"
 
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -20,6 +19,7 @@
 
 #include "clock.h"
 #include "debug.h"
+#include "elfview.h"
 #include "failover/copy.h"
 #include "failover/descriptors.h"
 #include "proxy.h"
@@ -65,8 +65,8 @@ static struct {
 
 void mpsd_cut_know(unsigned int number, void *library)
 {
-	imitated[number].free = (__typeof__(imitated[number].free))dlsym(library, "standinCutRange");
-	imitated[number].external = (__typeof__(imitated[number].external))dlsym(library, "standinExternalRange");
+	imitated[number].free = (__typeof__(imitated[number].free))mpsd_elfview_symbol(library, "standinCutRange");
+	imitated[number].external = (__typeof__(imitated[number].external))mpsd_elfview_symbol(library, "standinExternalRange");
 }
 
 void mpsd_cut_space(unsigned int number, int fd)

@@ -4,14 +4,13 @@
  * in a library or the executable, as long as that is there, else as a copy, as long as it says itself that
  * it is (an ELF file, a fat binary, or text with a final zero). Options come along but for buffers to write to.
  */
-#include <dlfcn.h>
 #include <elf.h>
-#include <link.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 
+#include "elfview.h"
 #include "failover/made.h"
 #include "fatbin.h"
 
@@ -27,8 +26,7 @@ struct fatbin_wrapper {
 struct mpsd_image {
 	const void *data;
 	void *copy;		/* NULL: it lies in a library, */
-	const void *base;	/* which is there, by that name */
-	char *object;
+	struct elfview_place place;	/* which is there, by that name */
 	size_t bytes;		/* of a file; 0: it says so itself */
 	unsigned int options;
 	CUjit_option names[MOST_OPTIONS];
@@ -87,9 +85,7 @@ bool mpsd_image_writes(CUjit_option name)
 struct mpsd_image *mpsd_image_keep(const void *image, unsigned int options, const CUjit_option *names, void **values)
 {
 	struct mpsd_image *kept;
-	struct link_map *map;
 	uint32_t magic;
-	Dl_info info;
 	size_t size;
 
 	if (!image || options > MOST_OPTIONS)
@@ -102,10 +98,7 @@ struct mpsd_image *mpsd_image_keep(const void *image, unsigned int options, cons
 		image = ((const struct fatbin_wrapper *)image)->data;
 	kept->data = image;
 	/* The executable has no name there, whatever it calls itself. */
-	if (dladdr1(image, &info, (void **)&map, RTLD_DL_LINKMAP)) {
-		kept->base = info.dli_fbase;
-		kept->object = strdup(map->l_name);
-	} else {
+	if (!mpsd_elfview_place_of(image, &kept->place)) {
 		size = bytes_of(image);
 		kept->copy = size && size <= MOST_BYTES ? malloc(size) : NULL;
 		kept->data = kept->copy;
@@ -150,7 +143,7 @@ void mpsd_image_free(struct mpsd_image *image)
 {
 	if (image) {
 		free(image->copy);
-		free(image->object);
+		free(image->place.name);
 	}
 	free(image);
 }
@@ -158,11 +151,14 @@ void mpsd_image_free(struct mpsd_image *image)
 /* A library may be closed while its module is loaded, and another one lie there since. */
 static bool is_there(const struct mpsd_image *image)
 {
-	struct link_map *map;
-	Dl_info info;
+	struct elfview_place now;
+	bool is;
 
-	return image->copy || (image->object && dladdr1(image->data, &info, (void **)&map, RTLD_DL_LINKMAP) &&
-			       info.dli_fbase == image->base && !strcmp(map->l_name, image->object));
+	if (image->copy || !image->place.name || !mpsd_elfview_place_of(image->data, &now))
+		return image->copy;
+	is = now.name && now.base == image->place.base && !strcmp(now.name, image->place.name);
+	free(now.name);
+	return is;
 }
 
 const void *mpsd_image_data(const struct mpsd_image *image)

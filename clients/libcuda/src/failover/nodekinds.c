@@ -193,6 +193,13 @@ static CUresult any_of_memory(const CUDA_BATCH_MEM_OP_NODE_PARAMS_v2 *given, con
 	return memory(&plain, before, node);
 }
 
+/* CUDA_CHILD_GRAPH_NODE_PARAMS.ownership, behind the graph; cuda.h before 12.9 lacks it. 0: the graph is cloned. */
+static bool is_owner_given(const CUgraphNodeParams *given)
+{
+	_Static_assert(sizeof(given->reserved1[0]) == sizeof(CUgraph), "so that ownership begins the second word");
+	return (uint32_t)given->reserved1[1] != 0;
+}
+
 static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before, struct mpsd_node *node, CUgraph *native)
 {
 	const CUDA_KERNEL_NODE_PARAMS_v3 *k = &given->kernel;
@@ -216,7 +223,7 @@ static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before
 	case CU_GRAPH_NODE_TYPE_MEMSET:
 		return set(&memset, or_current(s->ctx), before, node);
 	case CU_GRAPH_NODE_TYPE_GRAPH:
-		return given->graph.ownership ? CUDA_ERROR_NOT_SUPPORTED : child(given->graph.graph, native, node);
+		return is_owner_given(given) ? CUDA_ERROR_NOT_SUPPORTED : child(given->graph.graph, native, node);
 	case CU_GRAPH_NODE_TYPE_HOST:
 		return any_of_host(&given->host, before, node);
 	case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:

@@ -137,6 +137,7 @@ CUresult poll_cuCtxSynchronize(void)
 	return ended(&result, moves) ? inner_cuCtxSynchronize() : result;
 }
 
+#ifdef MPSD_cuCtxSynchronize_v2
 CUresult poll_cuCtxSynchronize_v2(CUcontext ctx)
 {
 	CUcontext context = mpsd_native(ctx);
@@ -154,6 +155,7 @@ CUresult poll_cuCtxSynchronize_v2(CUcontext ctx)
 	inner_cuCtxPopCurrent_v2(&context);
 	return result;
 }
+#endif
 
 /* It waits for what is in the legacy stream before it copies. */
 CUresult poll_cuMemcpyDtoH_v2(void *dstHost, CUdeviceptr srcDevice, size_t ByteCount)

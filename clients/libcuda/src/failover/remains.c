@@ -13,7 +13,6 @@
  */
 #include "failover/remains.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -21,6 +20,7 @@
 #include <sys/ioctl.h>
 
 #include "debug.h"
+#include "elfview.h"
 #include "failover/descriptors.h"
 #include "failover/manager.h"
 #include "failover/ownpages.h"
@@ -49,7 +49,7 @@ static CUresult (*imitated)(void);
 
 void mpsd_remains_know(void *library)
 {
-	imitated = (__typeof__(imitated))dlsym(library, "standinGiveBack");
+	imitated = (__typeof__(imitated))mpsd_elfview_symbol(library, "standinGiveBack");
 }
 
 static void note_device(int fd, unsigned long request, const struct mpsd_rm_allocation *allocation)

@@ -107,4 +107,6 @@ static CUresult prove(CUevent event)
 	}
 
 ELAPSED(cuEventElapsedTime)
+#ifdef MPSD_cuEventElapsedTime_v2
 ELAPSED(cuEventElapsedTime_v2)
+#endif
