@@ -170,7 +170,7 @@ static CUresult give_embedded(const struct mpsd_node *node, struct mpsd_node_pla
 		return CUDA_ERROR_NOT_SUPPORTED;
 	if (embedded->is_moved) {
 		given.graph.graph = place->child;
-		given.graph.ownership = CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE;
+		*mpsd_node_ownership(&given) = MPSD_NODE_OWNS;
 	} else {
 		given.type = CU_GRAPH_NODE_TYPE_CONDITIONAL;
 		given.conditional.handle = mpsd_tables()->moves ? mpsd_embedded_word(embedded->handle, place->conditions)

@@ -176,12 +176,13 @@ static CUresult event(CUevent given, enum mpsd_op_kind kind, const struct mpsd_o
 	return made(op, before, NULL, node);
 }
 
-static CUresult any_of_host(const CUDA_HOST_NODE_PARAMS_v2 *given, const struct mpsd_op *before, struct mpsd_node *node)
+/* Behind the function and its argument: how it waits, and a context. cuda.h before 13.0 lacks both. */
+static CUresult any_of_host(const CUgraphNodeParams *given, const struct mpsd_op *before, struct mpsd_node *node)
 {
-	const CUDA_HOST_NODE_PARAMS plain = { given->fn, given->userData };
+	const CUDA_HOST_NODE_PARAMS plain = { given->host.fn, given->host.userData };
 
 	/* The calls by which it is made again have none of these. */
-	return given->syncMode || given->ctx ? CUDA_ERROR_NOT_SUPPORTED : host(&plain, before, node);
+	return (uint32_t)given->reserved1[2] || given->reserved1[3] ? CUDA_ERROR_NOT_SUPPORTED : host(&plain, before, node);
 }
 
 static CUresult any_of_memory(const CUDA_BATCH_MEM_OP_NODE_PARAMS_v2 *given, const struct mpsd_op *before,
@@ -191,13 +192,6 @@ static CUresult any_of_memory(const CUDA_BATCH_MEM_OP_NODE_PARAMS_v2 *given, con
 						      given->flags };
 
 	return memory(&plain, before, node);
-}
-
-/* CUDA_CHILD_GRAPH_NODE_PARAMS.ownership, behind the graph; cuda.h before 12.9 lacks it. 0: the graph is cloned. */
-static bool is_owner_given(const CUgraphNodeParams *given)
-{
-	_Static_assert(sizeof(given->reserved1[0]) == sizeof(CUgraph), "so that ownership begins the second word");
-	return (uint32_t)given->reserved1[1] != 0;
 }
 
 static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before, struct mpsd_node *node, CUgraph *native)
@@ -223,9 +217,9 @@ static CUresult any(const CUgraphNodeParams *given, const struct mpsd_op *before
 	case CU_GRAPH_NODE_TYPE_MEMSET:
 		return set(&memset, or_current(s->ctx), before, node);
 	case CU_GRAPH_NODE_TYPE_GRAPH:
-		return is_owner_given(given) ? CUDA_ERROR_NOT_SUPPORTED : child(given->graph.graph, native, node);
+		return mpsd_node_ownership_of(given) ? CUDA_ERROR_NOT_SUPPORTED : child(given->graph.graph, native, node);
 	case CU_GRAPH_NODE_TYPE_HOST:
-		return any_of_host(&given->host, before, node);
+		return any_of_host(given, before, node);
 	case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
 		return any_of_memory(&given->memOp, before, node);
 	case CU_GRAPH_NODE_TYPE_EVENT_RECORD:
@@ -269,8 +263,7 @@ static CUresult own(const CUgraphNodeParams *given, struct mpsd_node *node, CUgr
 /* As `any`, of a node that is added. */
 static CUresult added(const CUgraphNodeParams *given, struct mpsd_node *node, CUgraph *native)
 {
-	bool is_moved = given->type == CU_GRAPH_NODE_TYPE_GRAPH &&
-			given->graph.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE;
+	bool is_moved = given->type == CU_GRAPH_NODE_TYPE_GRAPH && mpsd_node_ownership_of(given) == MPSD_NODE_OWNS;
 	bool has_reserved = given->reserved0[0] || given->reserved0[1] || given->reserved0[2] || given->reserved2;
 	bool is_known = is_moved || (given->type == CU_GRAPH_NODE_TYPE_CONDITIONAL && given->conditional.size);
 

@@ -41,6 +41,25 @@ struct mpsd_graph {
 	bool is_unordered;		/* something comes after what was made later */
 };
 
+/*
+ * CUDA_CHILD_GRAPH_NODE_PARAMS.ownership, behind the graph; cuda.h before 12.9 lacks it. 0: the graph is cloned, 1: it becomes
+ * the node's.
+ */
+#define MPSD_NODE_OWNS 1u
+
+static inline uint32_t *mpsd_node_ownership(CUgraphNodeParams *given)
+{
+	_Static_assert(sizeof(given->reserved1[0]) == sizeof(CUgraph), "so that ownership begins the second word");
+	return (uint32_t *)(void *)&given->reserved1[1];
+}
+
+static inline uint32_t mpsd_node_ownership_of(const CUgraphNodeParams *given)
+{
+	CUgraphNodeParams copy = *given;
+
+	return *mpsd_node_ownership(&copy);
+}
+
 /* NULL: no memory. */
 struct mpsd_graph *mpsd_graph_new(CUstream origin, bool is_built);
 
