@@ -277,13 +277,14 @@ class ExceptionOwner(IntEnum):
 
     OWN, OTHERS: an SM still holds the address of the faulting warp, inside or outside this process's code.
     FIRST: no address is left, but this context's error arrived as only the trapping context's does
-    (mpsd/docs/mechanisms-failover.md).
+    (mpsd/docs/mechanisms-failover.md). NO_SIGN: no address is left, and this context's error did not.
     """
 
     UNKNOWN = 0
     OWN = 1
     OTHERS = 2
     FIRST = 3
+    NO_SIGN = 4
 
 
 class IsolationMode(StrEnum):

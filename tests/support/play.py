@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,7 +35,6 @@ LASTS_S, RESTS_S = 20.0, 70.0
 IN_USE = (DomainState.ACTIVE, DomainState.WARM)
 NO_SERVER = (DomainState.STARTING, DomainState.STOPPING, DomainState.FAILED)
 GIVES_UP_S = 11.0
-REMEMBERED_S = 30.0
 Word = fx.OfferStandby | fx.StandDown | fx.Move | fx.GrantTurn | fx.RequestMemory
 WORDS = (fx.OfferStandby, fx.StandDown, fx.Move, fx.GrantTurn, fx.RequestMemory)
 
@@ -70,20 +70,19 @@ class Program:
 
 
 class Play:
-    """A random history of one slot.
+    """A random history of one slot. No program may be named for a fault in a domain where it made none.
 
-    `restarts`: the daemon restarts, too, and knows then what was written down up to 0.3 s before. `apart`: no
-    fault comes during the replay after another, so that only its offender may be named. `on_demand`: servers
-    come with clients; all programs end at times, and a program takes a while from the path to its domain.
+    `restarts`: the daemon restarts, too, and knows then what was written down up to 0.3 s before.
+    `on_demand`: servers come with clients; all programs end at times, and a program takes a while from the
+    path to its domain. `bursts`: most events are faults.
     """
 
     def __init__(
-        self, seed: int, *, restarts: bool = False, apart: bool = False, on_demand: bool = False
+        self, seed: int, *, restarts: bool = False, on_demand: bool = False, bursts: bool = False
     ) -> None:
         self.random = chance = random.Random(seed)
-        self.restarts, self.apart, self.on_demand = restarts, apart, on_demand
-        self.makers: dict[ProcessInstance, float] = {}
-        self.faulted_by: dict[str, ProcessInstance] = {}
+        self.restarts, self.on_demand, self.bursts = restarts, on_demand, bursts
+        self.faulters: dict[str, set[ProcessInstance]] = defaultdict(set)
         policy = Policy(
             failover=FailoverMode.EXACT,
             spare=chance.random() < 0.7,
@@ -98,7 +97,8 @@ class Play:
         self.programs: dict[ProcessInstance, Program] = {}
         self.lost: set[str] = set()
         self.wrong: list[str] = []
-        self.told: set[tuple[int, ProcessInstance]] = set()
+        self.named: set[tuple[str | None, ProcessInstance]] = set()
+        self.trials = 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._restarting = False
@@ -156,12 +156,8 @@ class Play:
                 self.after(0.05, lambda: self._answer(domain))
             case fx.ConfirmWork(client) | fx.ProbeWork(client):
                 self.after(0.05, lambda: self.do(ev.WorkEnded(client, "gone")))
-            case fx.Record(record) if self.apart and record.offender is not None:
-                who = record.offender.id.process
-                # Later revisions repeat the name.
-                if (record.id, who) not in self.told:
-                    self.told.add((record.id, who))
-                    self._is_named(who, record.domain)
+            case fx.Record(record) if record.offender is not None:
+                self._is_named(record.offender.id.process, record.domain)
             case _ if isinstance(effect, WORDS):
                 self.after(0.001, lambda: self._hear(effect))
 
@@ -265,19 +261,18 @@ class Play:
     def _move(self, program: Program, word: fx.Move) -> None:
         if not program.alive:
             return
-        program.lives, program.offered = f"d{word.generation}", 0
+        left, program.lives, program.offered = program.lives, f"d{word.generation}", 0
         in_flight = program.works or program.makes > 0
         program.waits = (
             word.again in (ReplayMode.IN_TURN, ReplayMode.AT_ONCE) and in_flight and program.connected
         )
         waits = program.waits
-        if word.again is ReplayMode.IN_TURN and self.random.random() < 0.6:
-            whose = (
-                ExceptionOwner.OWN
-                if program.makes
-                else self.random.choice(list(ExceptionOwner)[:1] + [ExceptionOwner.OTHERS] * 2)
-            )
+        to = self.world.state.domains.get(program.lives)
+        self.trials += to is not None and to.trial == program.process
+        if word.again is ReplayMode.IN_TURN and left in self.lost:
+            whose = self._find(program, left)
             self._say(program, mev.MemberFoundCode(program.process, word.generation, whose))
+            program.waits = waits = program.waits or (whose is ExceptionOwner.OWN and program.connected)
         if waits:
             self.after(GIVES_UP_S, lambda: self._give_up(program, word.generation), exact=True)
         moved = mev.MemberMoved(program.process, word.generation, 1, 2, 3, replayed=100, waits=waits)
@@ -285,6 +280,23 @@ class Play:
         if waits and word.again is ReplayMode.AT_ONCE:
             program.waits = False
             self.after(0.02, lambda: self._do_again(program, word.generation))
+
+    def _find(self, program: Program, left: str) -> ExceptionOwner:
+        """Return what the program finds about the fault of the domain that it has left.
+
+        A trap leaves no address, and two programs may have their code at one address. No program denies a
+        fault of its own, except a trap if it looks too late.
+        """
+        kind = random.Random(f"{left} {len(self.faulters[left])}")
+        is_trap, is_shared = kind.random() < 0.4, kind.random() < 0.2
+        made_it = program.process in self.faulters[left]
+        if self.random.random() < 0.25 or (made_it and len(self.faulters[left]) > 1):
+            return ExceptionOwner.UNKNOWN
+        if is_trap:
+            return ExceptionOwner.FIRST if made_it and self.random.random() < 0.8 else ExceptionOwner.NO_SIGN
+        if made_it or (is_shared and self.random.random() < 0.5):
+            return ExceptionOwner.OWN
+        return ExceptionOwner.OTHERS
 
     def _give_up(self, program: Program, generation: int) -> None:
         if program.alive and program.waits and program.lives == f"d{generation}":
@@ -300,8 +312,7 @@ class Play:
             return
         if program.makes:
             program.makes -= 1
-            self.makers[program.process] = self.world.now
-            self.faulted_by.setdefault(where, program.process)
+            self.faulters[where].add(program.process)
             self._lose(where)
         elif self.random.random() < 0.2:
             runs_on = mev.MemberDone(program.process, generation, 5, 6, runs_on=True)
@@ -400,7 +411,7 @@ class Play:
             role = {slot.active: DomainRole.ACTIVE, slot.spare: DomainRole.SPARE}.get(d.id, DomainRole.OLD)
             at = ServerState.FAULT if d.state is DomainState.FAULTED else ServerState.ACTIVE
             here = at if d.server else ServerState.GONE
-            found = (d.control, d.server, here, d.bereft, d.private)
+            found = (d.control, d.server, here, d.bereft, d.private, d.trial)
             self.do(ev.DomainAdopted(d.id, SLOT, role, d.state, *found))
         for participant in written.members.values():
             if self.programs[participant.process].alive and participant.home:
@@ -439,6 +450,8 @@ class Play:
             self.after(self.random.choice([0.3, 3.0, 6.0]), lambda: self._chance(until))
             return
         what = self.random.random()
+        if self.bursts and len(living) > 3 and what < 0.6:
+            what = 0.6
         if what < 0.35 or len(living) < 3:
             self._come()
         elif what < 0.42:
@@ -464,24 +477,16 @@ class Play:
             self.after(self.random.choice([0.02, 0.3, 2.0]), lambda: self._chance(until))
 
     def _is_named(self, who: ProcessInstance, domain: str | None) -> None:
-        # A program that was not ready may move, and find its fault, long after it.
-        is_recent = self.world.now - self.makers.get(who, 0.0) < REMEMBERED_S
-        made_it = is_recent or self.faulted_by.get(domain or "") == who
-        if self.programs[who].alive and not made_it:
-            self.wrong.append(f"{who} is named, who made no fault")
-
-    def _is_late(self) -> bool:
-        """Return whether a program still counts as the offender of the next fault."""
-        state, now = self.world.state, self.world.now
-        return any(now < one.named for domain in state.domains.values() for one in domain.unproven)
+        # Later revisions repeat the name.
+        if (domain, who) not in self.named and who not in self.faulters[domain or ""]:
+            self.wrong.append(f"{who} is named for {domain}, where it made no fault, at {self.world.now}")
+        self.named.add((domain, who))
 
     def _fault(self, offender: Program, living: list[Program]) -> None:
-        participants = self.world.state.members.values()
-        moving = any(m.turn is not Turn.NONE or m.standing is Standing.MOVING for m in participants)
-        if self.apart and (moving or self._is_late()):
+        if offender.waits or offender in self._coming:
+            # Its calls are held, or it has no context yet.
             return
-        self.makers[offender.process] = self.world.now
-        self.faulted_by.setdefault(offender.lives, offender.process)
+        self.faulters[offender.lives].add(offender.process)
         offender.makes = self.random.choice([0, 1, 1, 3])
         for program in living:
             program.works = self.random.random() < 0.6

@@ -25,8 +25,8 @@
  *			launched a kernel, not by a graph, for the first time (the last one that was new). text: why something may be missing
  *	LOOKED		generation, moved to in this moment; values: whose code had the exception from which its domain was
  *			lost, by what its old context has left: 1: its own, 2: somebody else's, 3: nothing tells, but it met its own error as
- *			only who made a trap does. A claim about itself. Where it is 1 the program waits for its TURN in any case. Only
- *			where WELCOME says so
+ *			only who made a trap does; 4: nothing tells, and it has not met its own error like that. A claim about
+ *			itself. Where it is 1 the program waits for its TURN in any case. Only where WELCOME says so
  *	LEFT		values: 1: in place of what was said before, 0: beside that; where pages lie, from and to, that a copy of the
  *			driver which was left shared with the GPU: nothing in them tells of work any more. 0 and 0: none. Only
  *			where WELCOME says so
@@ -127,6 +127,7 @@ enum mpsd_failover_whose {
 	MPSD_FAILOVER_WHOSE_OWN = 1,
 	MPSD_FAILOVER_WHOSE_OTHERS = 2,
 	MPSD_FAILOVER_WHOSE_FIRST = 3,
+	MPSD_FAILOVER_WHOSE_NO_SIGN = 4,
 };
 
 enum mpsd_failover_mode {
