@@ -248,8 +248,8 @@ class ReplayMode(IntEnum):
     """Treatment of the work that a program had in flight when it moved.
 
     LOST: the work is lost. AGAIN: replay as soon as the program has moved. IN_TURN: replay during the
-    program's turn. AT_ONCE: replay as soon as the program has moved, in a turn shared with other
-    participants.
+    program's turn. AT_ONCE: the same, and the program has its turn as soon as it has moved. Only daemons of
+    earlier releases told programs so.
     """
 
     LOST = 0

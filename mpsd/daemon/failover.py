@@ -21,7 +21,7 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.failover import driverfiles
 from mpsd.failover.driverfiles import DriverFiles, DriverFilesState
-from mpsd.failover.messages import PATH_ROOM, Kind, Message
+from mpsd.failover.messages import LOOKED_ALL, PATH_ROOM, Kind, Message
 from mpsd.gpu.base import Check
 from mpsd.mps.reachability import with_rights
 from mpsd.os.tasks import Tasks
@@ -173,7 +173,7 @@ class FailoverService:
     def welcome(self, effect: fx.Welcome) -> None:
         knows = int(effect.mode is not FailoverMode.OFF)
         budgets = effect.time_budget is not None
-        values = (int(self._lazy), knows, knows, knows, int(budgets), effect.time_budget or 0)
+        values = (int(self._lazy), knows, knows * LOOKED_ALL, knows, int(budgets), effect.time_budget or 0)
         self._server.tell(effect.process, Message(Kind.WELCOME, effect.mode, values=values))
 
     def offer(self, effect: fx.OfferStandby) -> None:

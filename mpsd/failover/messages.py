@@ -22,6 +22,9 @@ _NUMBERS = struct.Struct(f"={VALUES}Q")
 TAKES_FENCED, GIVES, BUDGETS = 1, 2, 4
 """Flags in a HELLO's first value: messages that the program understands. BUDGETS: the values 4 and 5 of
 WELCOME, and LIMIT. A program without that flag ends its connection at a LIMIT."""
+LOOKED_ALL = 2
+"""In a WELCOME's third value: the daemon knows every finding of LOOKED. 1, of earlier releases: all but
+NO_SIGN."""
 MODES = (FailoverMode.OFF, FailoverMode.KEEP, FailoverMode.EXACT)
 """Modes by their number in a message."""
 

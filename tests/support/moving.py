@@ -53,7 +53,7 @@ class Line:
         again: int = 0,
         lazy: bool = False,
         short: bool = False,
-        look: bool = False,
+        look: int = 0,
         left: bool = False,
         budget: int | None = None,
         value: int = 0,
@@ -135,14 +135,14 @@ class Post:
         *,
         lazy: bool = False,
         short: bool = False,
-        look: bool = False,
+        look: int = 0,
         left: bool = False,
         budget: int | None = None,
     ) -> Line:
         """Accept the next program, which has said HELLO, and grant it that mode.
 
-        `short`, `look`, `left`: the program may send SHORT, LOOKED, and LEFT. `budget`: it hears of budgets,
-        with so many thousandths of time; 0 for no time budget.
+        `short`, `look`, `left`: the program may send SHORT, LOOKED (2: also with NO_SIGN), and LEFT.
+        `budget`: it hears of budgets, with so many thousandths of time; 0 for no time budget.
         """
         line = self.accept()
         line.mode = mode

@@ -263,9 +263,7 @@ class Play:
             return
         left, program.lives, program.offered = program.lives, f"d{word.generation}", 0
         in_flight = program.works or program.makes > 0
-        program.waits = (
-            word.again in (ReplayMode.IN_TURN, ReplayMode.AT_ONCE) and in_flight and program.connected
-        )
+        program.waits = word.again is ReplayMode.IN_TURN and in_flight and program.connected
         waits = program.waits
         to = self.world.state.domains.get(program.lives)
         self.trials += to is not None and to.trial == program.process
@@ -277,9 +275,6 @@ class Play:
             self.after(GIVES_UP_S, lambda: self._give_up(program, word.generation), exact=True)
         moved = mev.MemberMoved(program.process, word.generation, 1, 2, 3, replayed=100, waits=waits)
         self._say(program, moved)
-        if waits and word.again is ReplayMode.AT_ONCE:
-            program.waits = False
-            self.after(0.02, lambda: self._do_again(program, word.generation))
 
     def _find(self, program: Program, left: str) -> ExceptionOwner:
         """Return what the program finds about the fault of the domain that it has left.

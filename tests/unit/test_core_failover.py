@@ -186,7 +186,11 @@ LOST, AGAIN, IN_TURN, AT_ONCE = ReplayMode
 
 
 def again(world: Site) -> dict[int, ReplayMode]:
-    return {e.process.pid: e.again for e in world.made(fx.Move)}
+    """Return how each client that was told to move replays. No client is told of a guess."""
+    told = {e.process: e.again for e in world.made(fx.Move)}
+    known = {process: world.state.members[process].again for process in told}
+    assert all(said is (IN_TURN if known[p] is AT_ONCE else known[p]) for p, said in told.items())
+    return {process.pid: mode for process, mode in known.items()}
 
 
 def test_what_was_in_flight_is_done_again_where_it_is_known_whose_fault_it_was() -> None:

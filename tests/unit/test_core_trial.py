@@ -350,6 +350,20 @@ def test_who_comes_after_the_others_is_not_named_for_its_own_claim_alone() -> No
     assert killed(world) == set() and offender(world)[0] is None
 
 
+def test_who_has_a_new_context_where_it_lost_one_can_replay_there() -> None:
+    """Its former context there died with an earlier server."""
+    world = all_told(10, 11)
+    world.state = replace(
+        world.state,
+        domains=MappingProxyType(
+            {**world.state.domains, "d2": replace(world.domain("d2"), bereft=frozenset({process(10)}))}
+        ),
+    )
+    exception(world)
+    moves(world, {10: OTHERS})
+    assert turns(world) == [10]
+
+
 # A new mpsd
 
 

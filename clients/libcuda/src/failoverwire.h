@@ -43,7 +43,8 @@
  *	STAYED		generation; text: why it did not move. It has the old context, and the old error
  * and the daemon
  *	WELCOME		mode: the one granted; MPSD_FAILOVER_OFF: it is told no more; values: 1: standbys are to be
- *			lazy, made when a move comes, where the program's environment says nothing; 1: it may say SHORT; 1: and LOOKED; 1: and LEFT;
+ *			lazy, made when a move comes, where the program's environment says nothing; 1: it may say SHORT; 1: and LOOKED, but not
+ *			with 4, 2: with 4, too; 1: and LEFT;
  *			1: and HOLDS, COST, LEAVES, and LIMIT comes; the time budget in thousandths of an epoch, 0: none
  *	STANDBY		generation; path: CUDA_MPS_PIPE_DIRECTORY of the second domain; text: the folder with
  *			copies of the driver (libcuda-0.so.1 and so on)

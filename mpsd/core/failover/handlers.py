@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpsd.base.model import FailoverMode, ProcessInstance, ReplayMode
+from mpsd.base.model import FailoverMode, ProcessInstance
 from mpsd.core import domains, leases
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
@@ -318,6 +318,7 @@ def on_moved(draft: Draft, event: mev.MemberMoved) -> None:
     if participant is None or name not in draft.state.domains or not (told or name in there):
         draft.count("failover_words_ignored")
         return
+    _has_context(draft, name, event.process)
     old = participant.home
     owed = event.waits and participant.owed
     moved = replace(
@@ -328,7 +329,6 @@ def on_moved(draft: Draft, event: mev.MemberMoved) -> None:
         # It has nothing to replay any more.
         suspects.clear(draft, event.process)
         moved = draft.state.members[event.process]
-    at_once = told and event.waits and participant.again is ReplayMode.AT_ONCE
     record = outcomes.latest_of(draft.state, event.process)
     if record is not None:
         outcomes.revise(
@@ -340,13 +340,10 @@ def on_moved(draft: Draft, event: mev.MemberMoved) -> None:
             held_ms=round(event.held_ns / 1e6, 3),
             fence_ms=round(event.fence_ns / 1e6, 3),
             first_ms=round(event.first_ns / 1e6, 3),
-            turn_ms=round(event.first_ns / 1e6, 3) if at_once else None,
             restored_bytes=event.restored,
             replayed=0 if event.waits else event.replayed,
         )
-    if at_once:
-        serialreplay.begin(draft, moved)
-    elif owed:
+    if owed:
         draft.put_participant(replace(moved, new_s=event.new_s, turn=Turn.WAITS))
         programcounter.settle(draft, event.process)
         moved = draft.state.members[event.process]
@@ -364,6 +361,13 @@ def on_moved(draft: Draft, event: mev.MemberMoved) -> None:
         if former != name:
             _leave(draft, former)
     refresh(draft, event.process)
+
+
+def _has_context(draft: Draft, name: str, process: ProcessInstance) -> None:
+    """Note that the process has a new context in a domain where it had lost an earlier one."""
+    domain = draft.state.domains[name]
+    if process in domain.bereft:
+        draft.put_domain(replace(domain, bereft=domain.bereft - {process}))
 
 
 def _moved_too_late(draft: Draft, participant: Participant) -> None:

@@ -272,7 +272,9 @@ def _tell(
         # Another fault came before its replay, which may still fault.
         again = ReplayMode.IN_TURN
     again = again if participant.mode is FailoverMode.EXACT else ReplayMode.LOST
-    draft.emit(Move(participant.process, participant.generation, why, planned, again))
+    # On a guess it is told to wait for its turn, too: it looks for the fault in its own code first.
+    said = ReplayMode.IN_TURN if again is ReplayMode.AT_ONCE else again
+    draft.emit(Move(participant.process, participant.generation, why, planned, said))
     told = tuple(t for t in participant.told if draft.now - t < MINUTE_S)
     if why not in (suspects.TRIAL_MOVE, suspects.JOIN_MOVE):
         told = (*told, draft.now)

@@ -42,7 +42,7 @@ def on_found_code(draft: Draft, event: mev.MemberFoundCode) -> None:
     moves = (
         participant is not None
         and participant.standing is Standing.MOVING
-        and participant.again is ReplayMode.IN_TURN
+        and participant.again in (ReplayMode.IN_TURN, ReplayMode.AT_ONCE)
     )
     to = draft.state.domains.get(f"d{event.generation}")
     is_trial = to is not None and to.trial == event.process

@@ -19,9 +19,9 @@ suspect once the replays of all others have ended well. Among participants that 
 that has just launched a kernel for the first time; then the program that was started last.
 
 Replay side by side: if the client that was started last replays nothing (it has no proxy, has exited, or is
-in mode keep), it is taken for the offender. Participants that are ready replay at once, in parallel, as soon
-as they have moved; those that become ready later take turns. That is a guess. If the next domain faults, the
-guess was wrong, and all move once more.
+in mode keep), it is taken for the offender. Participants that are ready and no suspects then replay in
+parallel, as soon as they have moved; those that become ready later take turns. That is a guess. If the next
+domain faults, the guess was wrong, and all move once more.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def may_replay_together(state: State, domain: Domain, here: Iterable[ProcessInst
     )
 
 
-def begin(draft: Draft, participant: Participant) -> None:
+def _begin(draft: Draft, participant: Participant) -> None:
     """Start the turn of this participant; do nothing if its domain has faulted."""
     if draft.state.has_lost(participant):
         return
@@ -143,7 +143,8 @@ def wait(draft: Draft, participant: Participant, operations: int, takes_s: float
     participant = replace(participant, turn=Turn.WAITS, takes_s=takes_s, gathers=gathers)
     draft.put_participant(participant)
     domain = draft.state.domains[participant.home or ""]
-    if suspects.denies(participant) and not draft.state.has_lost(participant):
+    guess = participant.again is ReplayMode.AT_ONCE and not suspects.is_suspect(participant)
+    if (guess or suspects.denies(participant)) and not draft.state.has_lost(participant):
         _give_turn(draft, domain, replace(participant, again=ReplayMode.AT_ONCE, gathers=False))
         return
     if gathers:
@@ -239,7 +240,7 @@ def _give_turn(draft: Draft, domain: Domain, participant: Participant) -> None:
     """Tell this participant that its turn begins."""
     draft.emit(GrantTurn(participant.process, domain.generation))
     set_time(draft, participant.process, "turn_ms")
-    begin(draft, participant)
+    _begin(draft, participant)
 
 
 def replay_together(draft: Draft, home: str | None) -> None:

@@ -231,7 +231,7 @@ static bool obey(const struct mpsd_failover_message *order)
 		mode = order->mode;
 		mpsd_standby_lazy(order->values[0] != 0);
 		mpsd_room_may_ask(order->values[1] != 0);
-		mpsd_blame_may_tell(order->values[2] != 0);
+		mpsd_blame_may_tell(order->values[2] > 2 ? 2 : (unsigned int)order->values[2]);
 		mpsd_left_may_tell(order->values[3] ? atomic_load(&line) : -1);
 		mpsd_budgets_welcome(atomic_load(&line), order);
 		if (mode != MPSD_FAILOVER_EXACT)
