@@ -9,6 +9,7 @@ may still wait, and no domain may be left over.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from mpsd.core.failover.participants import Standing, Turn
 from mpsd.core.state import Domain, DomainState, Policy, State
 from tests.support.core import GPU, OUT_OF_RANGE, SLOT, UID, World, facts, kernel_xid, process, server_of
 
-LASTS_S, RESTS_S = 20.0, 70.0
+LASTS_S, RESTS_S = 20.0, 120.0
 IN_USE = (DomainState.ACTIVE, DomainState.WARM)
 NO_SERVER = (DomainState.STARTING, DomainState.STOPPING, DomainState.FAILED)
 GIVES_UP_S = 11.0
@@ -58,6 +59,7 @@ class Program:
     waits: bool = False
     works: bool = False
     makes: int = 0
+    moves: bool = False
 
     @property
     def generation(self) -> int:
@@ -74,11 +76,18 @@ class Play:
 
     `restarts`: the daemon restarts, too, and knows then what was written down up to 0.3 s before.
     `on_demand`: servers come with clients; all programs end at times, and a program takes a while from the
-    path to its domain. `bursts`: most events are faults.
+    path to its domain. `bursts`: most events are faults. `dies_before`: the daemon dies before that
+    effect after a fault, and restarts.
     """
 
     def __init__(
-        self, seed: int, *, restarts: bool = False, on_demand: bool = False, bursts: bool = False
+        self,
+        seed: int,
+        *,
+        restarts: bool = False,
+        on_demand: bool = False,
+        bursts: bool = False,
+        dies_before: int | None = None,
     ) -> None:
         self.random = chance = random.Random(seed)
         self.restarts, self.on_demand, self.bursts = restarts, on_demand, bursts
@@ -99,6 +108,7 @@ class Play:
         self.wrong: list[str] = []
         self.named: set[tuple[str | None, ProcessInstance]] = set()
         self.trials = 0
+        self.dies_before, self._effects_left, self.deaths = dies_before, math.inf, 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._restarting = False
@@ -115,6 +125,12 @@ class Play:
     def do(self, event: ev.Event) -> None:
         self._past = [*self._past[-40:], (self.world.now, self.world.state)]
         for effect in self.world.do(event):
+            if self._effects_left <= 0:
+                self._effects_left = math.inf
+                self.deaths += 1
+                self._restart()
+                return
+            self._effects_left -= 1
             self._perform(effect)
         led = self.world.state.domains.get(self.world.path() or "")
         if (
@@ -218,7 +234,7 @@ class Play:
             case fx.StandDown(_, generation) if generation == program.offered:
                 program.offered, program.ready = 0, False
             case fx.Move(_, generation) if generation == program.offered and program.ready:
-                program.ready = False
+                program.ready, program.moves = False, True
                 self.after(self.random.choice([0.005, 0.1]), lambda: self._move(program, word))
             case fx.Move(_, generation):
                 stayed = mev.MemberStayed(program.process, generation, "no standby")
@@ -259,6 +275,7 @@ class Play:
             self.do(mev.MemberReady(program.process, generation, 5_000_000, 1 << 20))
 
     def _move(self, program: Program, word: fx.Move) -> None:
+        program.moves = False
         if not program.alive:
             return
         left, program.lives, program.offered = program.lives, f"d{word.generation}", 0
@@ -367,14 +384,20 @@ class Play:
             self.after(self.random.choice([0.001, 0.5]), lambda: self._connect(program))
 
     def _connect(self, program: Program) -> None:
+        if program.moves:
+            # One thread moves and connects.
+            self.after(0.05, lambda: self._connect(program))
+            return
         if program.alive and not program.connected:
             program.connected, program.offered, program.ready = True, 0, False
             words = (program.process, UID, program.mode, program.generation, True, True)
             self.do(mev.MemberCame(*words))
+            if program.waits:
+                self.do(mev.MemberMoved(program.process, program.generation, replayed=100, waits=True))
 
     def _cut(self, program: Program, seconds: float = 0.3) -> None:
         if program.alive and program.connected:
-            program.connected = program.waits = False
+            program.connected = False
             self.do(mev.MemberLeft(program.process))
             self.after(seconds, lambda: self._connect(program))
 
@@ -394,9 +417,11 @@ class Play:
         self._queue = [one for one in self._queue if "_perform" not in one[2].__qualname__]
         heapq.heapify(self._queue)
         self.world.state, self._restarting = State(policy=old.policy), True
+        if self.random.random() < 0.5:
+            self._fault_without_daemon(slot.active or "")
         for program in self.programs.values():
             if program.connected:
-                program.connected = program.waits = program.ready = False
+                program.connected = program.ready = False
                 program.offered = 0
                 self.after(self.random.choice([0.1, 2.0]), lambda who=program: self._connect(who))  # type: ignore[misc]
         self.do(ev.SlotWanted(SLOT, (GPU,), UID, start=False))
@@ -428,6 +453,32 @@ class Play:
         self.do(ev.DriverFilesSeen(""))
         for domain in [name for name in self.world.state.domains if name in self.lost]:
             self.after(0.3, lambda name=domain: self._answer(name))  # type: ignore[misc]
+
+    def _fault_without_daemon(self, domain: str) -> None:
+        """Fault a domain while no daemon runs. Its programs move by themselves, as clients/libcuda does."""
+        here = [p for p in self.programs.values() if p.alive and p.lives == domain and not p.waits]
+        here = [p for p in here if p not in self._coming]
+        if not here or domain in self.lost:
+            return
+        offender = self.random.choice(here)
+        self.faulters[domain].add(offender.process)
+        self.lost.add(domain)
+        offender.makes = self.random.choice([0, 1, 1, 3])
+        for program in here:
+            program.works = self.random.random() < 0.6
+            to = f"d{program.offered}"
+            if not (program.connected and program.ready) or to in self.lost:
+                continue
+            program.lives = to
+            denies = self._find(program, domain) in (ExceptionOwner.OTHERS, ExceptionOwner.NO_SIGN)
+            in_flight = program.works or program.makes > 0
+            program.waits = program.mode is FailoverMode.EXACT and in_flight and not denies
+            if program.waits:
+                generation = program.generation
+                give_up = lambda who=program, at=generation: self._give_up(who, at)  # type: ignore[misc]  # noqa: E731
+                self.after(GIVES_UP_S, give_up, exact=True)
+            elif in_flight:
+                self._do_again(program, program.generation)
 
     def _stopping(self, state: State) -> set[str]:
         """Return the domains that end with the daemon's process, whether or not a daemon runs."""
@@ -482,6 +533,8 @@ class Play:
             # Its calls are held, or it has no context yet.
             return
         self.faulters[offender.lives].add(offender.process)
+        if self.dies_before is not None and not self.deaths and len(living) > 2:
+            self._effects_left = min(self._effects_left, self.dies_before)
         offender.makes = self.random.choice([0, 1, 1, 3])
         for program in living:
             program.works = self.random.random() < 0.6

@@ -37,3 +37,13 @@ def test_on_demand_no_client_is_without_a_domain_and_no_idle_slot_keeps_a_server
 ) -> None:
     for seed in seeds(piece):
         assert Play(seed, restarts=restarts, on_demand=True).run() == [], f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", of(range(40), range(5)))
+def test_a_daemon_that_dies_before_any_effect_with_a_fault_in_flight_costs_no_program(seed: int) -> None:
+    deaths = 0
+    for number in range(0, 60, of(1, 3)):
+        play = Play(seed, dies_before=number)
+        assert play.run() == [], f"seed {seed}, before effect {number}"
+        deaths += play.deaths
+    assert deaths

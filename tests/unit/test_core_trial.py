@@ -416,3 +416,29 @@ def test_a_new_mpsd_names_no_client_for_being_the_only_one_that_it_knows() -> No
     world.hello(10, FailoverMode.EXACT, 2)
     lose(world, "d2")
     assert offender(world)[0] is None
+
+
+def test_a_program_that_moved_without_mpsd_is_a_suspect_in_the_domain_where_it_waits() -> None:
+    """Before mpsd has seen the fault of d2, d4 is still the standby domain: it is no trial domain then."""
+    world = restarted("d2")
+    world.attach(10, "d4")
+    world.hello(10, FailoverMode.EXACT, 4)
+    arrives(world, generation=4)
+    member = world.state.members[process(10)]
+    assert (member.home, member.turn, member.suspected) == ("d4", Turn.WAITS, True)
+    assert world.ever(fx.GrantTurn) == [] and world.domain("d4").trial is None
+    lose(world, "d2")
+    assert world.path() == "d4" and world.told() == []
+    started = [e.domain for e in world.ever(fx.StartDomain)][-1]
+    world.started(started)
+    assert offered(world, int(started[1:])) == {10}
+    world.is_ready(10, int(started[1:]))
+    assert again(world) == {10: ReplayMode.IN_TURN}
+
+
+def test_a_program_that_connects_again_while_it_waits_is_a_suspect() -> None:
+    world = taking_turns(10, 11)
+    world.do(mev.MemberLeft(process(11)))
+    world.hello(11, FailoverMode.EXACT, 2)
+    arrives(world, 11, 2)
+    assert world.state.members[process(11)].suspected and turns(world) == [10]

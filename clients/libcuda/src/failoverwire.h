@@ -22,7 +22,8 @@
  *			context could write no more, until the first call went on; bytes restored; launches
  *			done again; not 0: it waits for its TURN to do that, or does it now: those are to come, and in place of bytes is what
  *			as many took before, in ns (0: unknown); 1: no more, else 2 and for how many ms its calls had not been held when it
- *			launched a kernel, not by a graph, for the first time (the last one that was new). text: why something may be missing
+ *			launched a kernel, not by a graph, for the first time (the last one that was new). text: why something may be missing.
+ *			A program that waits says it again, after LOOKED, on each new connection: to a daemon that knows 4 there
  *	LOOKED		generation, moved to in this moment; values: whose code had the exception from which its domain was
  *			lost, by what its old context has left: 1: its own, 2: somebody else's, 3: nothing tells, but it met its own error as
  *			only who made a trap does; 4: nothing tells, and it has not met its own error like that. A claim about

@@ -321,6 +321,9 @@ def on_moved(draft: Draft, event: mev.MemberMoved) -> None:
     _has_context(draft, name, event.process)
     old = participant.home
     owed = event.waits and participant.owed
+    if owed and not told:
+        # It moved without mpsd, or waited for its turn when its connection ended. It does not deny the fault.
+        participant = draft.put_participant(replace(participant, suspected=True))
     moved = replace(
         participant, home=name, standing=Standing.WAITING, generation=0, reason="", turn=Turn.NONE
     )

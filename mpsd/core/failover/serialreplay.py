@@ -181,7 +181,8 @@ def leave_turn(draft: Draft, process: ProcessInstance) -> None:
     """Let the next participant replay: this one has exited, or its connection has ended."""
     participant = draft.state.members.get(process)
     if participant is not None and participant.turn is not Turn.NONE:
-        draft.put_participant(replace(participant, turn=Turn.NONE, among=False))
+        owed = participant.owed or participant.turn is Turn.WAITS
+        draft.put_participant(replace(participant, turn=Turn.NONE, among=False, owed=owed))
         start_next_turn(draft, participant.home)
 
 

@@ -75,6 +75,9 @@ def _assign(draft: Draft, name: str) -> None:
     ready = spare is not None and spare.state is DomainState.WARM and spare.server is not None
     if spare is None or not ready or not waiting or draft.state.stopping or spare.may_lack_clients:
         return
+    if suspects.processes_with_work(draft.state, spare, draft.now):
+        # Programs have moved there without mpsd.
+        return
     first = min(waiting, key=lambda m: (m.takes_s, m.process.start_ticks, m.process.pid))
     draft.count("failover_trials")
     draft.put_slot(replace(slot, spare=None))
