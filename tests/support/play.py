@@ -418,7 +418,7 @@ class Play:
         heapq.heapify(self._queue)
         self.world.state, self._restarting = State(policy=old.policy), True
         if self.random.random() < 0.5:
-            self._fault_without_daemon(slot.active or "")
+            self._fault_without_daemon(old.domains.get(slot.active or ""))
         for program in self.programs.values():
             if program.connected:
                 program.connected = program.ready = False
@@ -446,6 +446,8 @@ class Play:
         # A start of the daemon takes longer than the start of a client.
         coming, self._coming = self._coming, []
         for program in coming:
+            # As in _arrive().
+            program.alive = program.alive and program.lives not in self.lost
             if program.alive and program.lives in self.world.state.domains:
                 self._notice(program.lives, program)
         self.do(ev.AdoptionDone())
@@ -454,8 +456,11 @@ class Play:
         for domain in [name for name in self.world.state.domains if name in self.lost]:
             self.after(0.3, lambda name=domain: self._answer(name))  # type: ignore[misc]
 
-    def _fault_without_daemon(self, domain: str) -> None:
+    def _fault_without_daemon(self, there: Domain | None) -> None:
         """Fault a domain while no daemon runs. Its programs move by themselves, as clients/libcuda does."""
+        if there is None or there.state in NO_SERVER or there.server is None:
+            return
+        domain = there.id
         here = [p for p in self.programs.values() if p.alive and p.lives == domain and not p.waits]
         here = [p for p in here if p not in self._coming]
         if not here or domain in self.lost:

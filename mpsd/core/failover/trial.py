@@ -41,19 +41,19 @@ def follow(draft: Draft, before: State) -> None:
         if not _is_needed(draft.state, domain):
             draft.put_domain(replace(draft.state.domains[domain.id], trial=None))
             domains.settle(draft, domain.id)
-    for slot in {state.domains[m.home].slot for m in _waiting(state) if m.home is not None}:
+    for slot in _slots_of_waiting(state):
         _assign(draft, slot)
     for participant in tuple(draft.state.members.values()):
         _move(draft, participant)
-    for slot in [s.id for s in state.slots.values() if suspects.is_reserved(before, s.id)]:
+    for slot in [name for name in _slots_of_waiting(before) if suspects.is_reserved(before, name)]:
         if slot in draft.state.slots and not suspects.is_reserved(draft.state, slot):
             plan.refresh_all(draft, slot)
 
 
-def _waiting(state: State) -> list[Participant]:
-    """Return the suspects that wait for a trial domain, in the order of their expected replays."""
-    waiting = [m for m in state.members.values() if suspects.waits_for_trial(state, m)]
-    return sorted(waiting, key=lambda m: (m.takes_s, m.process.start_ticks, m.process.pid))
+def _slots_of_waiting(state: State) -> list[str]:
+    """Return the slots with suspects that wait for a trial domain."""
+    waiting = (m for m in state.members.values() if suspects.waits_for_trial(state, m))
+    return sorted({state.domains[m.home].slot for m in waiting if m.home is not None})
 
 
 def _is_needed(state: State, domain: Domain) -> bool:
@@ -92,9 +92,12 @@ def _move(draft: Draft, participant: Participant) -> None:
     """Move a suspect into its trial domain, or out of it after a clean replay."""
     state = draft.state
     home = state.domains.get(participant.home or "")
+    if home is None or participant.standing is not Standing.READY or state.has_lost(participant):
+        return
+    if participant.turn is not Turn.WAITS and home.trial != participant.process:
+        return
     target = plan.target_of(state, participant)
-    ready = participant.standing is Standing.READY and not state.has_lost(participant)
-    if home is None or target is None or not ready or participant.generation != target.generation:
+    if target is None or participant.generation != target.generation:
         return
     if suspects.waits_for_trial(state, participant) and target.trial == participant.process:
         if not serialreplay.is_to_be_judged(state, participant):
