@@ -24,6 +24,7 @@ FIELDS = (
     "relay",
     "snapshot_mib",
     "patience_ms",
+    "rescue_ms",
     "settle_ms",
     "autopsy_ms",
     "cutters",

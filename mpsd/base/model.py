@@ -248,8 +248,8 @@ class ReplayMode(IntEnum):
     """Treatment of the work that a program had in flight when it moved.
 
     LOST: the work is lost. AGAIN: replay as soon as the program has moved. IN_TURN: replay during the
-    program's turn. AT_ONCE: replay as soon as the program has moved, in a turn shared with other
-    participants.
+    program's turn. AT_ONCE: the same, and the program has its turn as soon as it has moved. Only daemons of
+    earlier releases told programs so.
     """
 
     LOST = 0
@@ -281,13 +281,14 @@ class ExceptionOwner(IntEnum):
 
     OWN, OTHERS: an SM still holds the address of the faulting warp, inside or outside this process's code.
     FIRST: no address is left, but this context's error arrived as only the trapping context's does
-    (mpsd/docs/mechanisms-failover.md).
+    (mpsd/docs/mechanisms-failover.md). NO_SIGN: no address is left, and this context's error did not.
     """
 
     UNKNOWN = 0
     OWN = 1
     OTHERS = 2
     FIRST = 3
+    NO_SIGN = 4
 
 
 class IsolationMode(StrEnum):

@@ -31,6 +31,8 @@ ABANDONED_STOP_S = 0.3
 
 Their old contexts delay the stop, some of them indefinitely.
 """
+RECONNECT_S = 6.0
+"""Time [s] after a start of mpsd in which participants connect again."""
 QUIET_REPLACED_S = 60.0
 """Shortest time [s] between two replacements of a slot's domains because of a quiet log."""
 _LEFTOVER = (
@@ -84,6 +86,7 @@ def on_adopted(draft: Draft, event: ev.DomainAdopted) -> None:
             event.server_state,
             bereft=event.bereft,
             private=event.private and slot.uid is not None,
+            trial=event.trial,
         )
     )
     digits = event.domain.removeprefix("d")
@@ -113,7 +116,7 @@ def _adopt_role(draft: Draft, slot: Slot, domain: Domain, role: ev.DomainRole) -
 
 
 def on_adoption_done(draft: Draft, event: ev.AdoptionDone) -> None:
-    draft.state = replace(draft.state, adopting=False)
+    draft.state = replace(draft.state, adopting=False, adopted=draft.now)
     plan.forget_absent(draft)
     for slot in tuple(draft.state.slots.values()):
         if slots.is_expired(draft, slot):
@@ -406,7 +409,13 @@ def settle(draft: Draft, name: str) -> None:
     if domain.log is LogState.QUIET and domain.state in (DomainState.ACTIVE, DomainState.WARM):
         _replace_quiet(draft, domain)
         return
+    if domain.trial is not None and domain.state is DomainState.RETIRED:
+        # A suspect is to replay here, or works here until it joins the others.
+        return
     if domain.state not in _LEFTOVER or lists.waits_for_list(draft, domain):
+        return
+    if _may_be_home(draft, domain):
+        draft.emit(ArmTimer("ask", name, draft.state.adopted + RECONNECT_S - draft.now))
         return
     coming = (c for c in draft.state.clients_of(name) if outcomes.is_coming(draft.state, c))
     if any(draft.state.living_of(name)) or any(coming) or lists.is_unsure(domain, draft.now):
@@ -444,6 +453,17 @@ def settle_unused(draft: Draft, before: State) -> None:
         domain = draft.state.domains[name]
         if domain.state is DomainState.FAULTED and draft.state.slots[domain.slot].active != name:
             settle(draft, name)
+
+
+def _may_be_home(draft: Draft, domain: Domain) -> bool:
+    """Return whether a participant of an earlier daemon may have moved here unrecorded.
+
+    It says where it lives when it connects again.
+    """
+    if domain.is_dead or draft.now - draft.state.adopted >= RECONNECT_S:
+        return False
+    idle = (c for c in draft.state.clients_of(domain.id) if draft.state.is_idle(c))
+    return any(not draft.state.members[c.id.process].connected for c in idle)
 
 
 def _replace_quiet(draft: Draft, domain: Domain) -> None:

@@ -14,7 +14,7 @@ from mpsd.core import clients, domains, killing, leases, lists, proof, slots, vi
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Effect, Freeze, Kill, ProgramCommand, ReleaseLease, Terminate
-from mpsd.core.failover import budgets, handlers, memory, plan, programcounter, serialreplay
+from mpsd.core.failover import budgets, handlers, memory, plan, programcounter, serialreplay, suspects, trial
 from mpsd.core.failover import reports as mev
 from mpsd.core.faults import absorbed, hitrecords, hits, outside, recording, servers, signs
 from mpsd.core.state import (
@@ -96,10 +96,10 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     "thaw": hits.on_thaw_timer,
     "failover-wait": handlers.on_wait,
     "failover-turn": handlers.on_turn_timer,
-    "failover-late": handlers.on_late_timer,
     plan.EVICT_OFFENDER: plan.on_evict_offender,
     "failover-gather": serialreplay.on_gathered,
-    "failover-last": serialreplay.on_last,
+    serialreplay.TRIAL: serialreplay.on_trial_timer,
+    suspects.JOIN: trial.on_join,
     "standby-linger": handlers.on_linger,
     budgets.SETTLE: budgets.on_settle,
     budgets.PLACE: budgets.on_place_due,
@@ -192,6 +192,7 @@ def decide(state: State, event: ev.Event, now: float) -> Decision:
     """
     draft = Draft(state, now)
     _HANDLERS[type(event)](draft, event)
+    trial.follow(draft, state)
     domains.settle_unused(draft, state)
     plan.offer_free_places(draft, state)
     recording.follow_moves(draft, state)

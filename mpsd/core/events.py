@@ -61,7 +61,7 @@ class DomainAdopted:
     """A domain of an earlier daemon was found alive and verified.
 
     HEADLESS without a control process: the domain itself has ended, but programs of it live on. `bereft`,
-    `private`: see core.state.Domain.
+    `private`, `trial`: see core.state.Domain.
     """
 
     domain: str
@@ -73,6 +73,7 @@ class DomainAdopted:
     server_state: ServerState
     bereft: frozenset[ProcessInstance] = frozenset()
     private: bool = False
+    trial: ProcessInstance | None = None
 
 
 @dataclass(frozen=True, slots=True)

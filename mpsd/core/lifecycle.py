@@ -7,7 +7,8 @@ server for the first client (mpsd.core.slots). A domain leaves ACTIVE for one of
 - FULL: it has as many clients as it takes. They work on, and new clients go to the next domain.
 - FAULTED: the fault of a client took the server.
 - POISONED: a kernel of an exited client never ends.
-- RETIRED: the server died, clients cannot connect to it any more, or the slot moved on.
+- RETIRED: the server died, clients cannot connect to it any more, the slot moved on, or a standby domain
+  became a trial domain.
 - HEADLESS: the control daemon died; clients may live on.
 
 In each of them the domain drains. When the last living client has ended, the domain is STOPPING, then

@@ -156,26 +156,14 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Unproven:
-    """A participant with a turn that ended before its work was known to have ended.
-
-    `until`, `named` [monotonic s]: before `until` a fault may belong to this work. Before `named` such a
-    fault is attributed to it, if no other client is possible.
-    """
-
-    process: ProcessInstance
-    until: float
-    named: float
-
-
-@dataclass(frozen=True, slots=True)
 class Domain:
     """A fault domain. `refused`: count of processes with error 807; `turned_away`: the latest of their pids.
 
     `refused_full`: count of processes with error 808, because the server had no place for another client.
 
     `bereft`: processes with contexts that died with an earlier server; later clients may have a new server.
-    `unproven`: see Unproven. `list_after`: the domain is not stopped before its server has listed its
+    `trial`: the suspect that replays here, or will, while no other client works here: see
+    core/failover/trial.py. `list_after`: the domain is not stopped before its server has listed its
     clients later than this [monotonic s]. `private`: only its user and root can enter it and write its log.
     `suspected`: when a log that every user can write last reported a fault [monotonic s].
     `server_lost`: when its idle server ended and its control daemon was given time to start another one.
@@ -201,7 +189,7 @@ class Domain:
     problem: str = ""
     former_server: ProcessInstance | None = None
     bereft: frozenset[ProcessInstance] = frozenset()
-    unproven: tuple[Unproven, ...] = ()
+    trial: ProcessInstance | None = None
     log: LogState = LogState.WORKS
     list_after: float | None = None
     private: bool = False
@@ -369,6 +357,7 @@ class State:
     living clients. `departed`: past clients of each domain, newest last (bounded). `ended`: past domains
     (bounded). `members`: see mpsd.core.failover.participants; `homes_changed` counts changes that a later
     daemon must know. `lost_gpus`: by GPU, why it does not work any more.
+    `adopted`: when the domains of an earlier daemon were taken over [monotonic s].
     `failovers`: records that may still be revised (bounded). `copies_problem`: why programs have no driver
     files for a second driver instance. `slot_starts`: time and account of new slots of accounts without
     clients (bounded).
@@ -389,6 +378,7 @@ class State:
     lost_gpus: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     stopping: bool = False
     adopting: bool = False
+    adopted: float = -math.inf
     next_fault: int = 1
     next_domain: int = 1
     next_failover: int = 1

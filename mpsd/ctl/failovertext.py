@@ -69,7 +69,7 @@ def record(shown: Mapping[str, Any]) -> list[str]:
     """Return the lines of one fail-over: head, times, outcome of each program."""
     where = f"to {shown['to']} (generation {shown['generation']})" if shown["to"] else "to no domain"
     fault = f", fault #{shown['fault']}" if shown["fault"] is not None else ""
-    kind = PLANNED.get(shown["trigger"], "planned") if shown["planned"] else f"after {shown['trigger']}"
+    kind = KINDS.get(shown["trigger"], "planned" if shown["planned"] else f"after {shown['trigger']}")
     lines = [f"#{shown['id']} {shown['time']} from {shown['domain']} {where}, {kind}{fault}"]
     times = f"  decided   {shown['decision_ms']:.3f} ms after the first sign of the fault"
     if shown["sent_ms"] is not None:
@@ -77,12 +77,17 @@ def record(shown: Mapping[str, Any]) -> list[str]:
     return [*lines, times, *[f"  {_outcome(fate)}" for fate in shown["clients"]]]
 
 
-PLANNED = {"poison": "planned: the kernel of an exited client does not end in it"}
+KINDS = {
+    "poison": "planned: the kernel of an exited client does not end in it",
+    "trial": "to replay the work of a suspect where no other client works",
+    "trial over": "planned: the replay of the suspect ended without a fault",
+}
 
 FAULT_ORIGINS = {
     "own": "found the faulting instruction in its own code",
     "others": "found the faulting instruction outside its own code",
     "first": "got its error as early as the offender of a trap does",
+    "no_sign": "got its error later than the offender of a trap does",
 }
 
 

@@ -152,6 +152,7 @@ def _domain_row(domain: Domain, living: Set[ProcessInstance]) -> dict[str, Any]:
         "control": _instance_row(domain.control),
         "server": _instance_row(domain.server),
         "bereft": sorted(map(_instance_row, living & domain.bereft)),
+        "trial": _instance_row(domain.trial),
     }
 
 
@@ -380,7 +381,10 @@ class Adoption:
             state = DomainState.ACTIVE
         bereft = frozenset(found for of in row.get("bereft", ()) if (found := _instance(of)) is not None)
         private = pipedir.is_private(str(self.layout.pipe_dir(name)), slot["uid"])
-        self.post(ev.DomainAdopted(name, slot["id"], role, state, control, server, running, bereft, private))
+        trial = _instance(row["trial"]) if row.get("trial") else None
+        self.post(
+            ev.DomainAdopted(name, slot["id"], role, state, control, server, running, bereft, private, trial)
+        )
         if died is None:
             self.domains.ask(name)
 

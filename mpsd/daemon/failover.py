@@ -24,6 +24,7 @@ from mpsd.failover.driverfiles import DriverFiles, DriverFilesState
 from mpsd.failover.messages import (
     HEARS_BUDGETS,
     HEARS_EXPOSED,
+    LOOKED_ALL,
     PATH_ROOM,
     SHORT_KNOWN,
     SWITCH_KNOWN,
@@ -182,7 +183,7 @@ class FailoverService:
         knows = int(effect.mode is not FailoverMode.OFF)
         known = knows * (SHORT_KNOWN | (SWITCH_KNOWN if effect.switches else 0))
         hears = HEARS_BUDGETS | HEARS_EXPOSED if effect.time_budget is not None else 0
-        values = (int(self._lazy), known, knows, knows, hears, effect.time_budget or 0)
+        values = (int(self._lazy), known, knows * LOOKED_ALL, knows, hears, effect.time_budget or 0)
         self._server.tell(effect.process, Message(Kind.WELCOME, effect.mode, values=values))
 
     def offer(self, effect: fx.OfferStandby) -> None:

@@ -25,6 +25,9 @@ WELCOME, and LIMIT. SWITCHES: GUARD. A program without its flag ends its connect
 SHORT_KNOWN, SWITCH_KNOWN = 1, 2
 """Flags in a WELCOME's second value: messages that the daemon understands. SWITCH_KNOWN: the LEAVES of a
 program that was told GUARD. An earlier daemon ends the connection at it."""
+LOOKED_ALL = 2
+"""In a WELCOME's third value: the daemon knows every finding of LOOKED. 1, of earlier releases: all but
+NO_SIGN."""
 MODES = (FailoverMode.OFF, FailoverMode.KEEP, FailoverMode.EXACT)
 """Modes by their number in a message."""
 HEARS_BUDGETS, HEARS_EXPOSED = 1, 2

@@ -199,6 +199,33 @@ def test_one_in_whose_code_an_exception_was_is_named_and_ended(site: Site) -> No
         assert said(survivor, "dev.alloc(16) > 0")
 
 
+def test_a_suspect_replays_in_a_trial_domain_and_comes_back(site: Site) -> None:
+    """A client that takes no part in fail-over cannot deny the fault, so the report names nobody."""
+    site.kill()
+    site.write_config(failover__mode='"exact"')
+    site.start()
+    suspect, other = (ready(site, "exact") for _ in range(2))
+    stranger = site.join()
+    stranger.do("dev.alloc(16)")
+    all_ready(site, suspect, other)
+    stranger.fault("misaligned")
+    here = said(other, f"fo.move({ExceptionOwner.OTHERS.value})")[1]
+    assert said(suspect, f"fo.move({ExceptionOwner.OWN.value})")[1] == here
+    # It waits, and gets a context in a domain to which the path never leads.
+    trial = said(suspect, "fo.prepare()")[1]
+    assert trial > here and active(site.status())["id"] == f"d{here}"
+    assert said(suspect, f"fo.move({ExceptionOwner.OWN.value})")[1] == trial
+    assert said(suspect, "fo.hear()")[:2] == ["TURN", trial]
+    said(suspect, f"fo.say('DONE', generation={trial})")
+    # Meanwhile the other program has its next standby domain, and after a while the suspect comes back.
+    assert said(other, "fo.prepare()")[1] > trial
+    assert said(suspect, "fo.prepare()")[1] == here
+    said(suspect, "fo.move()")
+    assert said(suspect, "dev.alloc(16) > 0")
+    site.until(lambda s: f"d{trial}" not in [d["id"] for d in s["domains"]], "the trial domain has ended")
+    assert site.until_fault("sm-misaligned")["offender"] is None
+
+
 def test_a_server_that_dies_is_left_and_a_standby_that_dies_is_replaced(site: Site) -> None:
     program = ready(site)
     status = all_ready(site, program)

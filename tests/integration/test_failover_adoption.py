@@ -53,3 +53,26 @@ def test_all_of_the_domain_had_gone(site: Site) -> None:
     site.start()
     goes_on(site, program)
     site.until(lambda s: home["id"] not in [d["id"] for d in s["domains"]], "nothing is left of it")
+
+
+def test_a_program_that_moved_while_no_daemon_ran_gets_a_trial_domain(site: Site) -> None:
+    """It holds its work back, because it does not deny the fault."""
+    site.kill()
+    site.write_config(failover__mode='"exact"')
+    site.start()
+    program, offender = ready(site, "exact"), site.join()
+    offender.do("dev.alloc(16)")
+    all_ready(site, program)
+    site.kill()
+    offender.fault("trap")
+    here = said(program, "fo.rescue()")
+    site.start()
+    assert said(program, f"fo.hello('exact', {here})")[0] == "WELCOME"
+    said(program, f"fo.waits({here})")
+    site.until(lambda s: active(s)["id"] == f"d{here}", "its domain is the active one")
+    trial = said(program, "fo.prepare()")[1]
+    assert trial > here
+    assert said(program, "fo.move(1)")[1] == trial
+    assert said(program, "fo.hear()")[:2] == ["TURN", trial]
+    said(program, f"fo.say('DONE', generation={trial})")
+    assert said(program, "dev.alloc(16) > 0")

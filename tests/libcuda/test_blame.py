@@ -23,7 +23,7 @@ from tests.support.simnode import Domain, until
 
 __all__ = ["backend", "copies", "domain", "gate", "post", "second", "third"]
 
-OWN, OTHERS, FIRST = 1, 2, 3
+OWN, OTHERS, FIRST, NO_SIGN = 1, 2, 3, 4
 AGAIN, IN_TURN, AT_ONCE = 1, 2, 3
 CODE_BYTES = 64 << 10
 
@@ -82,7 +82,7 @@ def goes_on(line: Line, ask: Program) -> None:
     assert ask("gpu.sync(), gpu.word(m)") == "(0, 1)"
 
 
-@pytest.mark.parametrize("whose", [OWN, OTHERS, 0])
+@pytest.mark.parametrize(("whose", "look"), [(OWN, 1), (OTHERS, 2), (0, 1), (NO_SIGN, 2)])
 def test_a_program_says_whether_it_was_in_its_own_code(
     domain: Domain,
     second: Domain,
@@ -93,13 +93,15 @@ def test_a_program_says_whether_it_was_in_its_own_code(
     kept: Path,
     tmp_path: Path,
     whose: int,
+    look: int,
 ) -> None:
-    line = post.greet(moving.EXACT, look=True)
+    """A daemon of an earlier release does not know the last finding."""
+    line = post.greet(moving.EXACT, look=look)
     in_flight(line, ask, gate, second, copies)
-    if whose:
+    if whose in (OWN, OTHERS):
         kept.write_text(f"{code_of(ask) + (0x40 if whose == OWN else 1 << 40):x}")
     break_domain(domain)
-    if not whose:
+    if whose not in (OWN, OTHERS):
         # The stand-in reports the lost context first and queries its cause a moment later.
         until(lambda: (tmp_path / "asked").exists())
     assert looked(line) == whose
@@ -111,7 +113,7 @@ def test_who_has_nothing_in_flight_looks_too(
 ) -> None:
     """A program without work in flight looks too: its last wait may have succeeded falsely, and it waits
     for its turn."""
-    line = post.greet(moving.EXACT, look=True)
+    line = post.greet(moving.EXACT, look=2)
     ask("m = gpu.memory(8 << 20)")
     stand_by(line, second, copies)
     assert ask("gpu.sync()") == "0"
@@ -124,7 +126,7 @@ def test_who_has_nothing_in_flight_looks_too(
     assert ask.answer() == "(0, 0)"
 
 
-@pytest.mark.parametrize(("look", "again"), [(False, IN_TURN), (True, AGAIN), (True, AT_ONCE)])
+@pytest.mark.parametrize(("look", "again"), [(0, IN_TURN), (2, AGAIN), (2, AT_ONCE)])
 def test_nobody_looks_who_need_not(
     domain: Domain,
     second: Domain,
@@ -133,7 +135,7 @@ def test_nobody_looks_who_need_not(
     gate: Gate,
     copies: Path,
     kept: Path,
-    look: bool,
+    look: int,
     again: int,
 ) -> None:
     """No program looks if the daemon is too old for the message, or if the offender is already known or
@@ -155,7 +157,7 @@ def test_what_the_copy_does_that_is_in_use_counts(
     kept: Path,
 ) -> None:
     """After a move, only the current driver instance's code counts as the program's own."""
-    line = post.greet(moving.EXACT, look=True)
+    line = post.greet(moving.EXACT, look=2)
     ask("m = gpu.memory(8 << 20)")
     stand_by(line, second, copies)
     assert ask("gpu.sync()") == "0"
@@ -177,7 +179,7 @@ def test_what_the_copy_does_that_is_in_use_counts(
 def test_who_made_a_trap_has_its_error_without_a_look(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, tmp_path: Path
 ) -> None:
-    line = post.greet(moving.EXACT, look=True)
+    line = post.greet(moving.EXACT, look=2)
     ask("m = gpu.memory(8 << 20)")
     stand_by(line, second, copies)
     assert ask("gpu.sync()") == "0"
@@ -193,12 +195,12 @@ def test_who_made_a_trap_has_its_error_without_a_look(
 def test_who_meets_a_neighbours_trap_looks(
     domain: Domain, second: Domain, post: Post, ask: Program, gate: Gate, copies: Path, tmp_path: Path
 ) -> None:
-    line = post.greet(moving.EXACT, look=True)
+    line = post.greet(moving.EXACT, look=2)
     in_flight(line, ask, gate, second, copies)
     neighbour = domain.client().ready()
     assert neighbour.error("dev.launch('trap')") is None
     until(lambda: domain.status() == "FAULT")
     # Its driver instance queried the cause, since no command came within the wait.
     until(lambda: (tmp_path / "asked").exists())
-    assert looked(line) == 0
+    assert looked(line) == NO_SIGN
     goes_on(line, ask)

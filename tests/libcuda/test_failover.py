@@ -53,6 +53,8 @@ class Program:
             "vault": "1",
             "MPSD_FAILOVER_SOCKET": str(post.path),
             "settle_ms": "0",
+            # A test that is slow to answer is no silent daemon.
+            "rescue_ms": "60000",
             # Keep the old context running for as long as the test lets it.
             "release": "0",
         }

@@ -135,6 +135,16 @@ class FailoverProgram:
         self.speaker.say(Kind.MOVED, generation=heard[1], values=times)
         return heard
 
+    def rescue(self) -> int:
+        """Move to the standby context without a daemon; return its generation."""
+        self._known["old"], self._known["dev"] = self._known["dev"], self.standby
+        self.standby = None
+        return self.generation
+
+    def waits(self, generation: int) -> None:
+        """Report that this program has moved and waits for its turn."""
+        self.speaker.say(Kind.MOVED, generation=generation, values=(1_000_000, 2_000_000, 3_000_000, 0, 0, 1))
+
     def limit(self) -> int:
         """Wait for LIMIT; return how many bytes the snapshot buffers may take."""
         heard = self.hear()

@@ -55,7 +55,7 @@ class Line:
         lazy: bool = False,
         short: bool = False,
         switch: bool = False,
-        look: bool = False,
+        look: int = 0,
         left: bool = False,
         budget: int | None = None,
         exposed: bool = False,
@@ -140,16 +140,16 @@ class Post:
         lazy: bool = False,
         short: bool = False,
         switch: bool = False,
-        look: bool = False,
+        look: int = 0,
         left: bool = False,
         budget: int | None = None,
         exposed: bool = False,
     ) -> Line:
         """Accept the next program, which has said HELLO, and grant it that mode.
 
-        `short`, `look`, `left`: the program may send SHORT, LOOKED, and LEFT. `switch`: LEAVES after GUARD.
-        `budget`: it hears of budgets, with so many thousandths of time; 0 for no time budget. `exposed`:
-        it may send EXPOSED.
+        `short`, `look`, `left`: the program may send SHORT, LOOKED (2: also with NO_SIGN), and LEFT.
+        `switch`: LEAVES after GUARD. `budget`: it hears of budgets, with so many thousandths of time; 0 for
+        no time budget. `exposed`: it may send EXPOSED.
         """
         line = self.accept()
         line.mode = mode

@@ -9,7 +9,9 @@ may still wait, and no domain may be left over.
 from __future__ import annotations
 
 import heapq
+import math
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -31,11 +33,10 @@ from mpsd.core.failover.participants import Standing, Turn
 from mpsd.core.state import Domain, DomainState, Policy, State
 from tests.support.core import GPU, OUT_OF_RANGE, SLOT, UID, World, facts, kernel_xid, process, server_of
 
-LASTS_S, RESTS_S = 20.0, 70.0
+LASTS_S, RESTS_S = 20.0, 120.0
 IN_USE = (DomainState.ACTIVE, DomainState.WARM)
 NO_SERVER = (DomainState.STARTING, DomainState.STOPPING, DomainState.FAILED)
 GIVES_UP_S = 11.0
-REMEMBERED_S = 30.0
 Word = fx.OfferStandby | fx.StandDown | fx.Move | fx.GrantTurn | fx.RequestMemory
 WORDS = (fx.OfferStandby, fx.StandDown, fx.Move, fx.GrantTurn, fx.RequestMemory)
 
@@ -62,6 +63,7 @@ class Program:
     makes: int = 0
     idles: bool = False
     last: int = 0
+    moves: bool = False
 
     @property
     def generation(self) -> int:
@@ -74,12 +76,13 @@ class Program:
 
 
 class Play:
-    """A random history of one slot.
+    """A random history of one slot. No program may be named for a fault in a domain where it made none.
 
-    `restarts`: the daemon restarts, too, and knows then what was written down up to 0.3 s before. `apart`: no
-    fault comes during the replay after another, so that only its offender may be named. `on_demand`: servers
-    come with clients; all programs end at times, and a program takes a while from the path to its domain.
-    `ends`: the end of an exited program's work shows only where it ran; some programs launch nothing.
+    `restarts`: the daemon restarts, too, and knows then what was written down up to 0.3 s before.
+    `on_demand`: servers come with clients; all programs end at times, and a program takes a while from the
+    path to its domain. `bursts`: most events are faults. `dies_before`: the daemon dies before that
+    effect after a fault, and restarts. `ends`: the end of an exited program's work shows only where it ran;
+    some programs launch nothing.
     """
 
     def __init__(
@@ -87,14 +90,14 @@ class Play:
         seed: int,
         *,
         restarts: bool = False,
-        apart: bool = False,
         on_demand: bool = False,
+        bursts: bool = False,
+        dies_before: int | None = None,
         ends: bool = False,
     ) -> None:
         self.random = chance = random.Random(seed)
-        self.restarts, self.apart, self.on_demand, self.ends = restarts, apart, on_demand, ends
-        self.makers: dict[ProcessInstance, float] = {}
-        self.faulted_by: dict[str, ProcessInstance] = {}
+        self.restarts, self.on_demand, self.bursts, self.ends = restarts, on_demand, bursts, ends
+        self.faulters: dict[str, set[ProcessInstance]] = defaultdict(set)
         policy = Policy(
             failover=FailoverMode.EXACT,
             spare=chance.random() < 0.7,
@@ -109,7 +112,9 @@ class Play:
         self.programs: dict[ProcessInstance, Program] = {}
         self.lost: set[str] = set()
         self.wrong: list[str] = []
-        self.told: set[tuple[int, ProcessInstance]] = set()
+        self.named: set[tuple[str | None, ProcessInstance]] = set()
+        self.trials = 0
+        self.dies_before, self._effects_left, self.deaths = dies_before, math.inf, 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._restarting = False
@@ -126,6 +131,12 @@ class Play:
     def do(self, event: ev.Event) -> None:
         self._past = [*self._past[-40:], (self.world.now, self.world.state)]
         for effect in self.world.do(event):
+            if self._effects_left <= 0:
+                self._effects_left = math.inf
+                self.deaths += 1
+                self._restart()
+                return
+            self._effects_left -= 1
             self._perform(effect)
         led = self.world.state.domains.get(self.world.path() or "")
         if (
@@ -171,12 +182,8 @@ class Play:
                 self.after(0.05, lambda: self.do(ev.WorkNotVisible(client)))
             case fx.ConfirmWork(client) | fx.ProbeWork(client):
                 self.after(0.05, lambda: self.do(ev.WorkEnded(client, "gone")))
-            case fx.Record(record) if self.apart and record.offender is not None:
-                who = record.offender.id.process
-                # Later revisions repeat the name.
-                if (record.id, who) not in self.told:
-                    self.told.add((record.id, who))
-                    self._is_named(who, record.domain)
+            case fx.Record(record) if record.offender is not None:
+                self._is_named(record.offender.id.process, record.domain)
             case _ if isinstance(effect, WORDS):
                 self.after(0.001, lambda: self._hear(effect))
 
@@ -248,7 +255,7 @@ class Play:
                 program.offered, program.ready = 0, False
             case fx.Move(_, generation) if generation == program.offered and program.ready:
                 program.last = generation
-                program.ready = False
+                program.ready, program.moves = False, True
                 self.after(self.random.choice([0.005, 0.1]), lambda: self._move(program, word))
             case fx.Move(_, generation):
                 stayed = mev.MemberStayed(program.process, generation, "no standby")
@@ -289,28 +296,40 @@ class Play:
             self.do(mev.MemberReady(program.process, generation, 5_000_000, 1 << 20))
 
     def _move(self, program: Program, word: fx.Move) -> None:
+        program.moves = False
         if not program.alive:
             return
-        program.lives, program.offered = f"d{word.generation}", 0
+        left, program.lives, program.offered = program.lives, f"d{word.generation}", 0
         in_flight = program.works or program.makes > 0
-        program.waits = (
-            word.again in (ReplayMode.IN_TURN, ReplayMode.AT_ONCE) and in_flight and program.connected
-        )
+        program.waits = word.again is ReplayMode.IN_TURN and in_flight and program.connected
         waits = program.waits
-        if word.again is ReplayMode.IN_TURN and self.random.random() < 0.6:
-            whose = (
-                ExceptionOwner.OWN
-                if program.makes
-                else self.random.choice(list(ExceptionOwner)[:1] + [ExceptionOwner.OTHERS] * 2)
-            )
+        to = self.world.state.domains.get(program.lives)
+        self.trials += to is not None and to.trial == program.process
+        if word.again is ReplayMode.IN_TURN and left in self.lost:
+            whose = self._find(program, left)
             self._say(program, mev.MemberFoundCode(program.process, word.generation, whose))
+            program.waits = waits = program.waits or (whose is ExceptionOwner.OWN and program.connected)
         if waits:
             self.after(GIVES_UP_S, lambda: self._give_up(program, word.generation), exact=True)
         moved = mev.MemberMoved(program.process, word.generation, 1, 2, 3, replayed=100, waits=waits)
         self._say(program, moved)
-        if waits and word.again is ReplayMode.AT_ONCE:
-            program.waits = False
-            self.after(0.02, lambda: self._do_again(program, word.generation))
+
+    def _find(self, program: Program, left: str) -> ExceptionOwner:
+        """Return what the program finds about the fault of the domain that it has left.
+
+        A trap leaves no address, and two programs may have their code at one address. No program denies a
+        fault of its own, except a trap if it looks too late.
+        """
+        kind = random.Random(f"{left} {len(self.faulters[left])}")
+        is_trap, is_shared = kind.random() < 0.4, kind.random() < 0.2
+        made_it = program.process in self.faulters[left]
+        if self.random.random() < 0.25 or (made_it and len(self.faulters[left]) > 1):
+            return ExceptionOwner.UNKNOWN
+        if is_trap:
+            return ExceptionOwner.FIRST if made_it and self.random.random() < 0.8 else ExceptionOwner.NO_SIGN
+        if made_it or (is_shared and self.random.random() < 0.5):
+            return ExceptionOwner.OWN
+        return ExceptionOwner.OTHERS
 
     def _give_up(self, program: Program, generation: int) -> None:
         if program.alive and program.waits and program.lives == f"d{generation}":
@@ -326,8 +345,7 @@ class Play:
             return
         if program.makes:
             program.makes -= 1
-            self.makers[program.process] = self.world.now
-            self.faulted_by.setdefault(where, program.process)
+            self.faulters[where].add(program.process)
             self._lose(where)
         elif self.random.random() < 0.2:
             runs_on = mev.MemberDone(program.process, generation, 5, 6, runs_on=True)
@@ -389,14 +407,20 @@ class Play:
             self.after(self.random.choice([0.001, 0.5]), lambda: self._connect(program))
 
     def _connect(self, program: Program) -> None:
+        if program.moves:
+            # One thread moves and connects.
+            self.after(0.05, lambda: self._connect(program))
+            return
         if program.alive and not program.connected:
             program.connected, program.offered, program.ready = True, 0, False
             words = (program.process, UID, program.mode, program.generation, True, True)
             self.do(mev.MemberCame(*words))
+            if program.waits:
+                self.do(mev.MemberMoved(program.process, program.generation, replayed=100, waits=True))
 
     def _cut(self, program: Program, seconds: float = 0.3) -> None:
         if program.alive and program.connected:
-            program.connected = program.waits = False
+            program.connected = False
             self.do(mev.MemberLeft(program.process))
             self.after(seconds, lambda: self._connect(program))
 
@@ -416,9 +440,11 @@ class Play:
         self._queue = [one for one in self._queue if "_perform" not in one[2].__qualname__]
         heapq.heapify(self._queue)
         self.world.state, self._restarting = State(policy=old.policy), True
+        if self.random.random() < 0.5:
+            self._fault_without_daemon(old.domains.get(slot.active or ""))
         for program in self.programs.values():
             if program.connected:
-                program.connected = program.waits = program.ready = False
+                program.connected = program.ready = False
                 program.offered = 0
                 self.after(self.random.choice([0.1, 2.0]), lambda who=program: self._connect(who))  # type: ignore[misc]
         self.do(ev.SlotWanted(SLOT, (GPU,), UID, start=False))
@@ -428,7 +454,7 @@ class Play:
             role = {slot.active: DomainRole.ACTIVE, slot.spare: DomainRole.SPARE}.get(d.id, DomainRole.OLD)
             at = ServerState.FAULT if d.state is DomainState.FAULTED else ServerState.ACTIVE
             here = at if d.server else ServerState.GONE
-            found = (d.control, d.server, here, d.bereft, d.private)
+            found = (d.control, d.server, here, d.bereft, d.private, d.trial)
             self.do(ev.DomainAdopted(d.id, SLOT, role, d.state, *found))
         for participant in written.members.values():
             if self.programs[participant.process].alive and participant.home:
@@ -443,6 +469,8 @@ class Play:
         # A start of the daemon takes longer than the start of a client.
         coming, self._coming = self._coming, []
         for program in coming:
+            # As in _arrive().
+            program.alive = program.alive and program.lives not in self.lost
             if program.alive and program.lives in self.world.state.domains:
                 self._notice(program.lives, program)
         self.do(ev.AdoptionDone())
@@ -450,6 +478,35 @@ class Play:
         self.do(ev.DriverFilesSeen(""))
         for domain in [name for name in self.world.state.domains if name in self.lost]:
             self.after(0.3, lambda name=domain: self._answer(name))  # type: ignore[misc]
+
+    def _fault_without_daemon(self, there: Domain | None) -> None:
+        """Fault a domain while no daemon runs. Its programs move by themselves, as clients/libcuda does."""
+        if there is None or there.state in NO_SERVER or there.server is None:
+            return
+        domain = there.id
+        here = [p for p in self.programs.values() if p.alive and p.lives == domain and not p.waits]
+        here = [p for p in here if p not in self._coming]
+        if not here or domain in self.lost:
+            return
+        offender = self.random.choice(here)
+        self.faulters[domain].add(offender.process)
+        self.lost.add(domain)
+        offender.makes = self.random.choice([0, 1, 1, 3])
+        for program in here:
+            program.works = self.random.random() < 0.6
+            to = f"d{program.offered}"
+            if not (program.connected and program.ready) or to in self.lost:
+                continue
+            program.lives = to
+            denies = self._find(program, domain) in (ExceptionOwner.OTHERS, ExceptionOwner.NO_SIGN)
+            in_flight = program.works or program.makes > 0
+            program.waits = program.mode is FailoverMode.EXACT and in_flight and not denies
+            if program.waits:
+                generation = program.generation
+                give_up = lambda who=program, at=generation: self._give_up(who, at)  # type: ignore[misc]  # noqa: E731
+                self.after(GIVES_UP_S, give_up, exact=True)
+            elif in_flight:
+                self._do_again(program, program.generation)
 
     def _stopping(self, state: State) -> set[str]:
         """Return the domains that end with the daemon's process, whether or not a daemon runs."""
@@ -467,6 +524,8 @@ class Play:
             self.after(self.random.choice([0.3, 3.0, 6.0]), lambda: self._chance(until))
             return
         what = self.random.random()
+        if self.bursts and len(living) > 3 and what < 0.6:
+            what = 0.6
         if what < 0.35 or len(living) < 3:
             self._come()
         elif what < 0.42:
@@ -492,24 +551,18 @@ class Play:
             self.after(self.random.choice([0.02, 0.3, 2.0]), lambda: self._chance(until))
 
     def _is_named(self, who: ProcessInstance, domain: str | None) -> None:
-        # A program that was not ready may move, and find its fault, long after it.
-        is_recent = self.world.now - self.makers.get(who, 0.0) < REMEMBERED_S
-        made_it = is_recent or self.faulted_by.get(domain or "") == who
-        if self.programs[who].alive and not made_it:
-            self.wrong.append(f"{who} is named, who made no fault")
-
-    def _is_late(self) -> bool:
-        """Return whether a program still counts as the offender of the next fault."""
-        state, now = self.world.state, self.world.now
-        return any(now < one.named for domain in state.domains.values() for one in domain.unproven)
+        # Later revisions repeat the name.
+        if (domain, who) not in self.named and who not in self.faulters[domain or ""]:
+            self.wrong.append(f"{who} is named for {domain}, where it made no fault, at {self.world.now}")
+        self.named.add((domain, who))
 
     def _fault(self, offender: Program, living: list[Program]) -> None:
-        participants = self.world.state.members.values()
-        moving = any(m.turn is not Turn.NONE or m.standing is Standing.MOVING for m in participants)
-        if self.apart and (moving or self._is_late()):
+        if offender.waits or offender in self._coming:
+            # Its calls are held, or it has no context yet.
             return
-        self.makers[offender.process] = self.world.now
-        self.faulted_by.setdefault(offender.lives, offender.process)
+        self.faulters[offender.lives].add(offender.process)
+        if self.dies_before is not None and not self.deaths and len(living) > 2:
+            self._effects_left = min(self._effects_left, self.dies_before)
         offender.makes = self.random.choice([0, 1, 1, 3])
         for program in living:
             program.works = self.random.random() < 0.6

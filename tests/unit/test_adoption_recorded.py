@@ -27,6 +27,7 @@ from tests.support.core import World
 from tests.support.upgradefixtures import state as recorded_state
 from tests.support.upgradescene import keys_of
 from tests.unit.test_adoption import Parts
+from tests.unit.test_core_trial import trying
 
 REASON = "its replay failed"
 ME = [os.getpid(), procs.facts(os.getpid()).instance.start_ticks]
@@ -117,7 +118,7 @@ def test_recorded_rows_are_written_again_as_they_were_read(tmp_path: Path) -> No
     found = written(restored(tmp_path, saved), saved)
     # Later versions add these keys.
     assert all(row.pop("listed") is True for row in found["clients"])
-    assert not any(row.pop("full") for row in found["domains"])
+    assert not any((row.pop("full"), row.pop("trial")) != (False, None) for row in found["domains"])
     assert [(row.pop("account"), row.pop("joined")) for row in found["slots"]] == [(None, True)]
     assert found.pop("lost_gpus") == {}
     assert [(row.pop("limit"), row.pop("excess")) for row in found["members"]] == [(None, None)]
@@ -156,6 +157,19 @@ def test_that_a_participant_was_switched_off_is_written_so_that_an_earlier_mpsd_
     assert the_member(state).excess == SWITCHED_OFF
     (row,) = written(state, saved)["members"]
     assert {key: row[key] for key in more} == more
+
+
+def test_a_trial_domain_is_read(tmp_path: Path) -> None:
+    saved, events = recorded(), list[ev.Event]()
+    saved["domains"][0]["trial"] = ME
+    restored(tmp_path, saved, events.append)
+    adopted = {e.domain: e.trial for e in events if isinstance(e, ev.DomainAdopted)}
+    assert adopted == {"d2": ProcessInstance(*ME), "d3": None}
+
+
+def test_a_trial_domain_is_written() -> None:
+    rows = {row["id"]: row["trial"] for row in adoption.to_file(trying().state, {})["domains"]}
+    assert (rows["d2"], rows["d3"]) == (None, [10, 1])
 
 
 def test_budgets_that_make_no_sense_leave_the_participant_out(tmp_path: Path) -> None:

@@ -11,14 +11,12 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.draft import FAILOVERS_KEPT
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.participants import Outcome, Standing, Turn
-from mpsd.core.failover.serialreplay import GUESS_S
+from mpsd.core.failover.participants import Outcome, Standing
 from mpsd.core.faults.records import Source
 from mpsd.core.state import DomainState
 from tests.support.core import facts, process, server_of
-from tests.unit.test_core_failover import AT_ONCE, IN_TURN, KEEP, ON, Site, again, site, turns_of
-from tests.unit.test_core_guess import named
-from tests.unit.test_core_serialreplay import all_told, another, comes, lose, lost
+from tests.unit.test_core_failover import IN_TURN, KEEP, ON, Site, again, site
+from tests.unit.test_core_serialreplay import all_told, comes, lose, lost
 
 EXACT = FailoverMode.EXACT
 
@@ -98,23 +96,6 @@ def test_nobody_is_a_victim_where_he_may_not_be() -> None:
     assert not [e for e in world.ever(fx.Publish) if e.kind == "victims-stay"]
     world.timer("kill-victims", "d2")
     assert not [e for e in world.ever(fx.Kill) if e.client.process.pid == 10]
-
-
-def test_one_that_is_silent_on_a_guess_keeps_nobody_from_being_named_for_long() -> None:
-    world = all_told(9, 10)
-    another(world, 13, "a stranger")
-    world.attach(11, "d1")
-    world.hello(11, EXACT)
-    lost(world)
-    assert again(world) == {9: AT_ONCE, 10: AT_ONCE}
-    comes(world, 9, 5)
-    world.do(mev.MemberDone(process(9), 2))
-    world.now += GUESS_S
-    world.is_ready(11, 2)
-    comes(world, 11, 5)
-    assert turns_of(world) == {11: Turn.HAS}
-    lose(world, "d2")
-    assert named(world) == 11
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["ends first", "ends last"])

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import pytest
 
-from mpsd.base.model import ClientId, FailoverMode
+from mpsd.base.model import ClientId, ExceptionOwner, FailoverMode
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
@@ -15,6 +15,7 @@ from mpsd.core.failover.participants import Standing, Turn
 from mpsd.core.failover.serialreplay import GUESS_S
 from tests.support.core import process
 from tests.unit.test_core_failover import AT_ONCE, IN_TURN, Site, again, suspected, turns_of
+from tests.unit.test_core_programcounter import exception, moves
 from tests.unit.test_core_serialreplay import all_told, another, comes, lose, lost, turns
 
 
@@ -32,9 +33,9 @@ def test_where_the_youngest_does_nothing_again_the_others_do_at_once_and_side_by
     world = guessed(who)
     comes(world, 10, 591)
     comes(world, 11, 30)
-    assert turns(world) == [] and turns_of(world) == {10: Turn.HAS, 11: Turn.HAS}
+    assert turns(world) == [10, 11] and turns_of(world) == {10: Turn.HAS, 11: Turn.HAS}
     entries = {f.process.pid: f for f in world.failover().fates}
-    assert [(entries[pid].turn_ms, entries[pid].done_ms) for pid in (10, 11)] == [(3.0, None)] * 2
+    assert [(entries[pid].turn_ms, entries[pid].done_ms) for pid in (10, 11)] == [(0.0, None)] * 2
     world.do(mev.MemberDone(process(11), 2, 5, 196))
     done = next(f for f in world.failover().fates if f.process.pid == 11)
     assert done.replayed == 196 and done.done_ms is not None
@@ -74,18 +75,16 @@ def wrong() -> Site:
     return world
 
 
-def test_a_wrong_guess_names_nobody_and_takes_turns_next() -> None:
+def test_a_wrong_guess_names_nobody_and_makes_suspects() -> None:
     world = wrong()
     assert again(world) == {11: IN_TURN}
     assert named(world) is None and world.standing(10) is not Standing.LEFT_BEHIND
-    # The other client had no standby context yet; it replays alone in its turn, which names it.
+    # The other client had no standby context yet. A fault came while it replayed: it is a suspect now.
     world.is_ready(10, 3)
     assert again(world) == {10: IN_TURN}
     world.do(mev.MemberMoved(process(11), 3, 1, 2, 3))
     world.do(mev.MemberMoved(process(10), 3, 1, 2, 3, replayed=9, waits=True, takes_ns=30_000_000))
-    assert [e.process.pid for e in world.made(fx.GrantTurn)] == [10]
-    lose(world, "d3")
-    assert world.standing(10) is Standing.LEFT_BEHIND and named(world) == 10
+    assert world.made(fx.GrantTurn) == [] and turns_of(world) == {10: Turn.WAITS}
 
 
 def test_a_turn_that_was_lost_with_its_domain_is_over() -> None:
@@ -152,7 +151,7 @@ def test_one_that_is_still_on_its_way_may_be_the_offender() -> None:
     lose(world, "d2")
     assert named(world) is None and whys(world) == {11: "no standby domain was available"}
     comes(world, 10, 30)
-    assert turns_of(world) == {}
+    assert turns(world) == [11] and turns_of(world) == {10: Turn.WAITS}
     world.started("d3")
     assert {e.process.pid for e in world.ever(fx.OfferStandby) if e.generation == 3} == {10, 11}
     world.is_ready(11, 3)
@@ -230,7 +229,18 @@ def test_one_that_repeats_its_word_is_not_at_once_a_second_time() -> None:
     comes(world, 10, 30)
     world.do(mev.MemberDone(process(10), 2))
     comes(world, 10, 30)
-    assert turns(world) == [10] and turns_of(world) == {}
+    assert turns(world) == [10, 10] and turns_of(world) == {}
+
+
+def test_a_suspect_does_not_replay_beside_others_on_a_guess() -> None:
+    """The client that was started last is not the offender, and cannot deny the fault."""
+    world = all_told(10, 11)
+    another(world, 13, "a stranger")
+    exception(world)
+    moves(world, {10: ExceptionOwner.OWN, 11: ExceptionOwner.OTHERS})
+    assert turns(world) == [11] and turns_of(world) == {10: Turn.WAITS, 11: Turn.HAS}
+    world.started("d3")
+    assert {e.process.pid for e in world.ever(fx.OfferStandby) if e.generation == 3} == {10}
 
 
 def test_a_planned_move_blames_nobody_who_has_its_turn() -> None:

@@ -21,11 +21,13 @@ def test_all_come_to_rest_where_they_are_taken_to_be(piece: int, restarts: bool)
         assert Play(seed, restarts=restarts).run() == [], f"seed {seed}"
 
 
-@pytest.mark.parametrize("piece", of(range(40), range(6)))
-def test_nobody_is_named_who_made_no_fault(piece: int) -> None:
-    """Excluded: evidence of another fault names a client (1 of 2,000 plays); these seeds have none."""
-    for seed in seeds(piece):
-        assert Play(seed, apart=True).run() == [], f"seed {seed}"
+@pytest.mark.parametrize("piece", of(range(80), range(6)))
+def test_no_innocent_program_is_named_in_a_burst_of_faults(piece: int) -> None:
+    """Faults, replays, joins and deaths come in any order. Among these plays are trials, and names."""
+    plays = [Play(seed, bursts=True) for seed in seeds(piece)]
+    for play in plays:
+        assert play.run() == [], f"seed {seeds(piece)[plays.index(play)]}"
+    assert any(play.trials for play in plays) and any(play.named for play in plays)
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -41,3 +43,13 @@ def test_on_demand_no_client_is_without_a_domain_and_no_idle_slot_keeps_a_server
 def test_ended_programs_leave_no_lease_and_idle_ones_no_faulted_domain(piece: int) -> None:
     for seed in seeds(piece):
         assert Play(seed, ends=True).run() == [], f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", of(range(40), range(5)))
+def test_a_daemon_that_dies_before_any_effect_with_a_fault_in_flight_costs_no_program(seed: int) -> None:
+    deaths = 0
+    for number in range(0, 60, of(1, 3)):
+        play = Play(seed, dies_before=number)
+        assert play.run() == [], f"seed {seed}, before effect {number}"
+        deaths += play.deaths
+    assert deaths

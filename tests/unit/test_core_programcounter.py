@@ -12,12 +12,12 @@ from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.participants import Turn
 from mpsd.core.failover.plan import FAULTED_AGAIN
-from mpsd.core.failover.programcounter import IN_ITS_CODE
+from mpsd.core.failover.programcounter import HAD_ITS_ERROR, IN_ITS_CODE
 from tests.support.core import process
 from tests.unit.test_core_failover import Site, turns_of
 from tests.unit.test_core_serialreplay import all_told, another, comes, lose, turns
 
-UNKNOWN, OWN, OTHERS, FIRST = ExceptionOwner
+UNKNOWN, OWN, OTHERS, FIRST, NO_SIGN = ExceptionOwner
 
 
 def exception(world: Site) -> None:
@@ -47,22 +47,24 @@ def offender(world: Site) -> tuple[int | None, Confidence]:
 
 @pytest.mark.parametrize("pids", [(10, 11, 12), (12, 11, 10), (11, 12, 10)])
 @pytest.mark.parametrize("resting", [(), (11,)])
-def test_one_in_whose_code_it_was_is_named_when_all_have_moved(
-    pids: tuple[int, ...], resting: tuple[int, ...]
+@pytest.mark.parametrize(("claim", "denial"), [(OWN, OTHERS), (FIRST, NO_SIGN)])
+def test_one_that_claims_the_fault_is_named_when_all_others_deny_it(
+    pids: tuple[int, ...], resting: tuple[int, ...], claim: ExceptionOwner, denial: ExceptionOwner
 ) -> None:
     """Client 10, the oldest, waits even if its own wait succeeded as if there had been no fault."""
     world = all_told(10, 11, 12)
     exception(world)
-    found = {10: OWN, 11: OTHERS, 12: OTHERS}
+    found = {10: claim, 11: denial, 12: denial}
     for pid in pids:
         assert killed(world) == set()
         moves(world, {pid: found[pid]}, resting=resting)
     assert killed(world) == {10}
     assert offender(world) == (10, Confidence.LIKELY)
     record = max(world.records().values(), key=lambda r: r.id)
-    assert record.evidence[-1].text.startswith(IN_ITS_CODE) and record.suspects == ()
+    said = IN_ITS_CODE if claim is OWN else HAD_ITS_ERROR
+    assert record.evidence[-1].text.startswith(said) and record.suspects == ()
     assert {m.party.id.process.pid for m in record.moved} == {11, 12} and not record.victims
-    # It does not replay, and the other clients replay at once, in parallel.
+    # It does not replay, and the other clients replay as soon as they have moved, in parallel.
     others = {11, 12} - {*resting}
     assert turns_of(world) == dict.fromkeys(others, Turn.HAS)
     assert set(turns(world)) == others
@@ -73,7 +75,7 @@ def test_one_in_whose_code_it_was_is_named_when_all_have_moved(
     assert {e.client.domain for e in world.made(fx.ReleaseLease) if e.client.process == process(10)} >= {"d2"}
     assert not [e for e in world.ever(fx.ProbeWork) if e.client.process == process(10)]
     entries = {f.process.pid: f for f in world.failover().fates}
-    assert [entries[pid].whose for pid in (10, 11, 12)] == [OWN, OTHERS, OTHERS]
+    assert [entries[pid].whose for pid in (10, 11, 12)] == [claim, denial, denial]
     assert "caused the fault" in entries[10].why
 
 
@@ -88,7 +90,7 @@ def test_nobody_is_named_by_what_is_done_again_side_by_side() -> None:
     assert offender(world)[0] is None
 
 
-def test_who_is_not_to_be_ended_does_its_work_again_last() -> None:
+def test_who_is_not_to_be_ended_does_not_replay_beside_the_others() -> None:
     world = all_told(10, 11)
     world.state = replace(world.state, policy=replace(world.state.policy, evict_offender=False))
     exception(world)
@@ -97,13 +99,25 @@ def test_who_is_not_to_be_ended_does_its_work_again_last() -> None:
     assert turns_of(world) == {10: Turn.WAITS, 11: Turn.HAS}
 
 
-@pytest.mark.parametrize("found", [{10: OWN, 11: OWN, 12: OTHERS}, {10: OTHERS, 11: OTHERS, 12: OTHERS}])
-def test_where_it_is_not_one_alone_nobody_is_named(found: dict[int, ExceptionOwner]) -> None:
+@pytest.mark.parametrize(
+    "found",
+    [
+        {10: OWN, 11: OWN, 12: OTHERS},
+        {10: OTHERS, 11: OTHERS, 12: OTHERS},
+        {10: OWN, 11: OTHERS, 12: NO_SIGN},
+        {10: FIRST, 11: NO_SIGN, 12: OTHERS},
+        {10: FIRST, 11: NO_SIGN, 12: UNKNOWN},
+        {10: FIRST, 11: OWN, 12: OTHERS},
+    ],
+)
+def test_where_the_reports_are_no_proof_nobody_is_named(found: dict[int, ExceptionOwner]) -> None:
+    """Clients that deny the fault go on at once, and clients that claim it replay nowhere beside them."""
     world = all_told(10, 11, 12)
     exception(world)
     moves(world, found)
     assert killed(world) == set() and offender(world)[0] is None
-    assert Turn.HAS in turns_of(world).values()
+    for pid, whose in found.items():
+        assert (pid in turns(world)) == (whose in (OTHERS, NO_SIGN, UNKNOWN))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +129,9 @@ def test_where_it_is_not_one_alone_nobody_is_named(found: dict[int, ExceptionOwn
         ({10: UNKNOWN, 11: UNKNOWN, 12: UNKNOWN}, 12),
     ],
 )
-def test_the_likeliest_by_what_they_found_is_the_last(found: dict[int, ExceptionOwner], last: int) -> None:
+def test_the_likeliest_by_what_they_found_does_not_replay_beside_the_others(
+    found: dict[int, ExceptionOwner], last: int
+) -> None:
     """This holds even if other clients are younger, and their kernels are new."""
     world = all_told(10, 11, 12)
     exception(world)
@@ -123,11 +139,10 @@ def test_the_likeliest_by_what_they_found_is_the_last(found: dict[int, Exception
         if whose is not UNKNOWN:
             world.do(mev.MemberFoundCode(process(pid), 2, whose))
         comes(world, pid, 30, new_s=0.0 if pid != last and last != 12 else None)
-    for _ in range(2):
-        (who,) = (pid for pid, turn in turns_of(world).items() if turn is Turn.HAS)
-        assert who != last
-        world.do(mev.MemberDone(process(who), 2))
-    assert turns_of(world) == {last: Turn.WAITS}
+    others = {10, 11, 12} - {last}
+    while replaying := [pid for pid, turn in turns_of(world).items() if turn is Turn.HAS]:
+        world.do(mev.MemberDone(process(replaying[0]), 2))
+    assert set(turns(world)) == others and turns_of(world) == {last: Turn.WAITS}
     assert killed(world) == set()
 
 
@@ -138,13 +153,13 @@ def test_nobody_is_named_where_somebody_says_nothing() -> None:
     moves(world, {10: OWN, 11: OTHERS}, takes_ms=5)
     assert turns(world) == [11]
     world.do(mev.MemberDone(process(11), 2))
-    # It waits until all clients have reported, however long that takes.
-    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-last" and "10 " in e.subject)
-    world.timer(timer.kind, timer.subject)
-    assert turns(world) == [11] and killed(world) == set()
+    # It is offered its trial domain, and moves there only when all clients have reported.
+    world.started("d3")
+    world.is_ready(10, 3)
+    assert turns(world) == [11] and killed(world) == set() and world.told() == []
     moves(world, {12: UNKNOWN})
     assert killed(world) == set() and offender(world)[0] is None
-    assert turns_of(world) in ({10: Turn.WAITS, 12: Turn.HAS}, {10: Turn.HAS, 12: Turn.WAITS})
+    assert world.told() == [10] and turns_of(world) == {10: Turn.WAITS, 12: Turn.HAS}
 
 
 @pytest.mark.parametrize("how", ["a stranger", "one in mode keep", "one that is not ready"])
@@ -174,7 +189,7 @@ def test_who_has_had_its_turn_is_not_named_by_what_comes_later() -> None:
     moves(world, {10: OWN}, takes_ms=5)
     (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-wait")
     world.timer(timer.kind, timer.subject)
-    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-last")
+    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-trial")
     world.timer(timer.kind, timer.subject)
     assert turns(world) == [10]
     world.do(mev.MemberDone(process(10), 2))
@@ -219,11 +234,10 @@ def test_what_was_found_once_is_forgotten_with_the_next_fault() -> None:
     world = all_told(10, 11)
     exception(world)
     moves(world, {10: OTHERS, 11: OTHERS})
-    world.do(mev.MemberDone(process(turns(world)[0]), 2))
     world.started("d3")
     for pid in (10, 11):
-        if turns_of(world).get(process(pid).pid) is None:
-            world.is_ready(pid, 3)
+        world.do(mev.MemberDone(process(pid), 2))
+        world.is_ready(pid, 3)
     lose(world, "d2")
     told = world.told()
     assert told and all(world.state.members[process(pid)].whose is UNKNOWN for pid in told)

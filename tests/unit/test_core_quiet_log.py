@@ -8,11 +8,12 @@ from mpsd.base.model import Confidence, ServerState
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.domains import QUIET_REPLACED_S
-from mpsd.core.failover.participants import Standing, Turn
+from mpsd.core.failover.participants import Standing
 from mpsd.core.lists import LIST_WAIT_S, QUIET_LOG
 from mpsd.core.state import ClientState, DomainState, LogState, Policy
 from tests.support.core import SLOT, World, facts, mmu_text, server_of
-from tests.unit.test_core_failover import Site, site, suspected, turns_of
+from tests.unit.test_core_failover import Site, site
+from tests.unit.test_core_trial import trying
 
 QUIET, INCOMPLETE, WORKS = LogState.QUIET, LogState.INCOMPLETE, LogState.WORKS
 UNSURE = [QUIET, INCOMPLETE]
@@ -111,15 +112,13 @@ def test_endless_work_beside_unknown_clients_is_likely_at_most(log: LogState) ->
 
 
 @pytest.mark.parametrize("log", [WORKS, *UNSURE])
-def test_a_turn_names_its_holder_only_if_no_unknown_client_can_be_there(log: LogState) -> None:
-    world = suspected(10, 11, 9)
-    holder = next(pid for pid, turn in turns_of(world).items() if turn is Turn.HAS)
-    world.started("d3")
-    say(world, "d2", log)
+def test_a_trial_names_its_suspect_only_if_no_unknown_client_can_be_there(log: LogState) -> None:
+    world = trying()
+    say(world, "d3", log)
     world.wait(0.1)
-    world.server_state("d2", ServerState.FAULT)
-    named = [r.offender.id.process.pid for r in world.records().values() if r.domain == "d2" and r.offender]
-    assert named == ([holder] if log is WORKS else [])
+    world.server_state("d3", ServerState.FAULT)
+    named = [r.offender.id.process.pid for r in world.records().values() if r.domain == "d3" and r.offender]
+    assert named == ([10] if log is WORKS else [])
 
 
 @pytest.mark.parametrize("log", [WORKS, *UNSURE])

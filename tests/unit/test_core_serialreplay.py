@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from mpsd.base.model import Confidence, FailoverMode, ReplayMode, ServerState
+from mpsd.base.model import FailoverMode, ReplayMode, ServerState
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.participants import Turn
-from mpsd.core.failover.serialreplay import GATHER_S, LAST_S, NEW_S, OPERATION_S, SHORT_REPLAY_S
+from mpsd.core.failover.participants import Standing, Turn
+from mpsd.core.failover.serialreplay import GATHER_S, NEW_S, OPERATION_S, SHORT_REPLAY_S, TRIAL_S
 from tests.support.core import process, server_of
-from tests.unit.test_core_failover import ON, Site, exact, suspected, turns_of
+from tests.unit.test_core_failover import ON, Site, again, exact, suspected, turns_of
 
 
 def lose(world: Site, name: str) -> None:
@@ -126,7 +126,7 @@ def test_who_has_much_to_do_lets_the_others_come_first_and_waits_no_longer_than_
 
 
 def test_nobody_has_a_turn_in_a_domain_that_is_lost() -> None:
-    """The participant of the current turn is named when the domain faults, in the fault record too."""
+    """Other clients work beside a turn: a fault of the domain names no client."""
     world = suspects(10, 11)
     comes(world, 10, 30)
     comes(world, 11, 50)
@@ -134,16 +134,8 @@ def test_nobody_has_a_turn_in_a_domain_that_is_lost() -> None:
     lose(world, "d2")
     world.timer("failover-turn", f"10 {process(10).start_ticks} d2")
     assert turns(world) == [10]
-    entries = {f.process.pid: f.why for f in world.failover().fates}
-    assert entries[10] == "the replay of its work faulted again"
-    assert world.ever(fx.StandDown)[-1].final
-    named = max(world.records().values(), key=lambda record: record.id)
-    assert named.offender is not None
-    assert (named.domain, named.offender.id.process, named.confidence) == (
-        "d2",
-        process(10),
-        Confidence.LIKELY,
-    )
+    assert max(world.records().values(), key=lambda record: record.id).offender is None
+    assert Standing.LEFT_BEHIND not in {world.standing(pid) for pid in (10, 11)}
 
 
 def test_a_turn_does_not_last_for_ever() -> None:
@@ -176,7 +168,7 @@ def lost(world: Site) -> None:
 
 
 def up_to_the_last() -> Site:
-    """12, the youngest, has the least to replay; the other clients are done and get a new standby context."""
+    """12, the youngest, has the least to replay; the other clients are done."""
     world = all_told(10, 11, 12)
     lost(world)
     for pid, takes_ms in ((10, 591), (11, 196), (12, 30)):
@@ -186,52 +178,25 @@ def up_to_the_last() -> Site:
     world.do(mev.MemberDone(process(10), 2))
     assert turns(world) == [11, 10] and turns_of(world) == {12: Turn.WAITS}
     world.started("d3")
-    assert {e.process.pid for e in world.ever(fx.OfferStandby) if e.generation == 3} == {10, 11}
     return world
 
 
-def test_the_youngest_is_the_last_and_waits_until_the_others_can_go_on_elsewhere() -> None:
+def test_the_youngest_is_the_last_and_replays_where_no_other_client_works() -> None:
     world = up_to_the_last()
-    world.is_ready(10, 3)
-    assert turns_of(world) == {12: Turn.WAITS}
-    world.is_ready(11, 3)
+    assert [(e.process.pid, e.generation) for e in world.ever(fx.OfferStandby)][-1] == (12, 3)
+    world.is_ready(12, 3)
+    assert again(world) == {12: ReplayMode.IN_TURN}
+    assert turns(world) == [11, 10]
+
+
+def test_the_last_one_replays_beside_the_others_where_it_can_have_no_domain_of_its_own() -> None:
+    world = up_to_the_last()
+    (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-trial" and "12 " in e.subject)
+    assert timer.delay_s == TRIAL_S
+    world.timer(timer.kind, timer.subject)
     assert turns_of(world) == {12: Turn.HAS}
-    # It was the offender: the other clients pause briefly once more.
-    lose(world, "d2")
-    assert world.told() == [10, 11]
-    assert {e.process.pid: e.again for e in world.made(fx.Move)} == {
-        10: ReplayMode.AGAIN,
-        11: ReplayMode.AGAIN,
-    }
-    assert {f.process.pid: f.why for f in world.failover().fates}[
-        12
-    ] == "the replay of its work faulted again"
-
-
-def test_the_last_one_is_cleared_by_its_turn_as_the_others_are() -> None:
-    world = up_to_the_last()
-    world.is_ready(10, 3)
-    world.is_ready(11, 3)
     world.do(mev.MemberDone(process(12), 2))
     assert turns_of(world) == {}
-    assert [e.process.pid for e in world.made(fx.OfferStandby)] == [12]
-
-
-@pytest.mark.parametrize("what", ["time", "unready", "gone", "ended"])
-def test_nobody_is_waited_for_who_will_not_be_ready(what: str) -> None:
-    world = up_to_the_last()
-    world.is_ready(10, 3)
-    if what == "time":
-        (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-last" and "12 " in e.subject)
-        assert timer.delay_s == LAST_S
-        world.timer(timer.kind, timer.subject)
-    elif what == "unready":
-        world.do(mev.MemberUnready(process(11), 3, "no memory"))
-    elif what == "gone":
-        world.do(mev.MemberLeft(process(11)))
-    else:
-        world.do(ev.ClientDied(process(11)))
-    assert turns_of(world) == {12: Turn.HAS}
 
 
 @pytest.mark.parametrize("who", ["a stranger", "one that has just ended", "one in mode keep"])
@@ -268,11 +233,11 @@ def test_a_server_that_was_killed_may_be_nobodys_fault() -> None:
     assert turns(world) == [11, 10]
 
 
-def test_one_alone_has_nobody_to_wait_for() -> None:
+def test_one_alone_is_the_last() -> None:
     world = all_told(10)
     lost(world)
     comes(world, 10, 30)
-    assert turns(world) == [10]
+    assert turns(world) == [] and world.state.members[process(10)].suspected
 
 
 def test_who_comes_when_only_the_last_one_waits_has_a_turn_though_another_never_comes() -> None:
@@ -292,13 +257,11 @@ def test_who_comes_when_only_the_last_one_waits_has_a_turn_though_another_never_
     assert turns_of(world) == {13: Turn.WAITS, 11: Turn.HAS}
     world.do(mev.MemberDone(process(11), 2))
     world.do(mev.MemberStayed(process(12), 2, "nobody knows"))
-    # The other clients get their next standby context now.
-    assert turns_of(world) == {13: Turn.WAITS}
+    assert turns_of(world) == {13: Turn.WAITS} and world.state.members[process(13)].suspected
 
 
 def test_one_that_stays_or_ends_is_waited_for_no_longer() -> None:
-    world = all_told(10, 11, 12)
-    lost(world)
+    world = suspects(10, 11, 12)
     comes(world, 10, 50)
     world.do(mev.MemberStayed(process(11), 2, "nobody knows"))
     assert turns(world) == []
@@ -342,28 +305,4 @@ def test_who_has_just_launched_a_kernel_for_the_first_time_is_the_last(
     for pid in others:
         world.do(mev.MemberDone(process(pid), 2))
     assert turns(world) == others and turns_of(world) == {last: Turn.WAITS}
-    world.started("d3")
-    for pid in others:
-        world.is_ready(pid, 3)
-    assert turns_of(world) == {last: Turn.HAS}
-
-
-def test_what_was_new_before_another_move_is_not_any_more() -> None:
-    world = all_told(10, 11)
-    lost(world)
-    comes(world, 10, 50, new_s=0.01)
-    assert turns_of(world) == {10: Turn.WAITS}
-    comes(world, 11, 50)
-    assert turns(world) == [11] and turns_of(world) == {10: Turn.WAITS, 11: Turn.HAS}
-    world.do(mev.MemberDone(process(11), 2))
-    world.started("d3")
-    world.is_ready(11, 3)
-    world.do(mev.MemberDone(process(10), 2))
-    world.is_ready(10, 3)
-    lose(world, "d2")
-    assert world.told() == [10, 11]
-    step = 1_000_000
-    for pid in (10, 11):
-        said = mev.MemberMoved(process(pid), 3, step, 2 * step, 3 * step, replayed=9, waits=True)
-        world.do(replace(said, takes_ns=50 * step))
-    assert turns_of(world) == {10: Turn.HAS, 11: Turn.WAITS}
+    assert [m.process.pid for m in world.state.members.values() if m.suspected] == [last]

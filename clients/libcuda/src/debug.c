@@ -29,6 +29,7 @@ static const struct {
 	[MPSD_DEBUG_RELAY] = { "relay", "MPSD_FAILOVER_RELAY" },
 	[MPSD_DEBUG_SNAPSHOT_MIB] = { "snapshot_mib", "MPSD_FAILOVER_UNDO_MIB" },
 	[MPSD_DEBUG_PATIENCE_MS] = { "patience_ms", "MPSD_FAILOVER_PATIENCE_MS" },
+	[MPSD_DEBUG_RESCUE_MS] = { "rescue_ms", NULL },
 	[MPSD_DEBUG_SETTLE_MS] = { "settle_ms", "MPSD_FAILOVER_SETTLE_MS" },
 	[MPSD_DEBUG_AUTOPSY_MS] = { "autopsy_ms", "MPSD_FAILOVER_AUTOPSY_MS" },
 	[MPSD_DEBUG_CUTTERS] = { "cutters", "MPSD_FAILOVER_CUTTERS" },

@@ -22,6 +22,7 @@ enum mpsd_debug {
 	MPSD_DEBUG_RELAY,		/* auto, off or always (failover/wish.h) */
 	MPSD_DEBUG_SNAPSHOT_MIB,	/* limit of the snapshot buffers */
 	MPSD_DEBUG_PATIENCE_MS,
+	MPSD_DEBUG_RESCUE_MS,		/* how long a dead or silent daemon is waited for (failover/rescue.h) */
 	MPSD_DEBUG_SETTLE_MS,
 	MPSD_DEBUG_AUTOPSY_MS,
 	MPSD_DEBUG_CUTTERS,

@@ -22,11 +22,12 @@
  *			context could write no more, until the first call went on; bytes restored; launches
  *			done again; not 0: it waits for its TURN to do that, or does it now: those are to come, and in place of bytes is what
  *			as many took before, in ns (0: unknown); 1: no more, else 2 and for how many ms its calls had not been held when it
- *			launched a kernel, not by a graph, for the first time (the last one that was new). text: why something may be missing
+ *			launched a kernel, not by a graph, for the first time (the last one that was new). text: why something may be missing.
+ *			A program that waits says it again, after LOOKED, on each new connection: to a daemon that knows 4 there
  *	LOOKED		generation, moved to in this moment; values: whose code had the exception from which its domain was
  *			lost, by what its old context has left: 1: its own, 2: somebody else's, 3: nothing tells, but it met its own error as
- *			only who made a trap does. A claim about itself. Where it is 1 the program waits for its TURN in any case. Only
- *			where WELCOME says so
+ *			only who made a trap does; 4: nothing tells, and it has not met its own error like that. A claim about
+ *			itself. Where it is 1 the program waits for its TURN in any case. Only where WELCOME says so
  *	LEFT		values: 1: in place of what was said before, 0: beside that; where pages lie, from and to, that a copy of the
  *			driver which was left shared with the GPU: nothing in them tells of work any more. 0 and 0: none. Only
  *			where WELCOME says so
@@ -47,7 +48,7 @@
  * and the daemon
  *	WELCOME		mode: the one granted; MPSD_FAILOVER_OFF: it is told no more; values: 1: standbys are to be
  *			lazy, made when a move comes, where the program's environment says nothing; 1: it may say SHORT, with 2: and
- *			LEAVES after GUARD; 1: and LOOKED; 1: and LEFT;
+ *			LEAVES after GUARD; 1: and LOOKED, but not with 4, 2: with 4, too; 1: and LEFT;
  *			the sum of 1: and HOLDS, COST, LEAVES, and LIMIT comes, 2: and EXPOSED; the time budget in thousandths of an epoch, 0: none
  *	STANDBY		generation; path: CUDA_MPS_PIPE_DIRECTORY of the second domain; text: the folder with
  *			copies of the driver (libcuda-0.so.1 and so on)
@@ -141,6 +142,7 @@ enum mpsd_failover_whose {
 	MPSD_FAILOVER_WHOSE_OWN = 1,
 	MPSD_FAILOVER_WHOSE_OTHERS = 2,
 	MPSD_FAILOVER_WHOSE_FIRST = 3,
+	MPSD_FAILOVER_WHOSE_NO_SIGN = 4,
 };
 
 enum mpsd_failover_mode {

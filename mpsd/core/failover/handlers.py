@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpsd.base.model import FailoverMode, ProcessInstance, ReplayMode
+from mpsd.base.model import FailoverMode, ProcessInstance
 from mpsd.core import domains, leases
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
-from mpsd.core.effects import AskServer, ExcludeWork, GrantTurn, StandDown, SwitchOff, Welcome
-from mpsd.core.failover import budgets, memory, outcomes, plan, programcounter, serialreplay
+from mpsd.core.effects import ArmTimer, AskServer, ExcludeWork, GrantTurn, StandDown, SwitchOff, Welcome
+from mpsd.core.failover import budgets, memory, outcomes, plan, programcounter, serialreplay, suspects, trial
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.participants import (
     OFFERED,
@@ -44,14 +44,14 @@ def on_came(draft: Draft, event: mev.MemberCame) -> None:
     if event.generation or home is None:
         home = plan.find_home(draft.state, event.process, event.generation) or home
     # Its turn ended with its old connection; the end of that may not have been seen.
-    serialreplay.end_turn_of_disconnected(draft, event.process)
+    serialreplay.leave_turn(draft, event.process)
     # Repeat earlier offers: the program may have connected to a new daemon.
     fresh = Participant(event.process, event.uid, mode, home=home, fences=event.fences, gives=event.gives)
     fresh = replace(fresh, budgets=event.budgets, switches=event.switches)
     if known is not None:
         fresh = replace(fresh, opaque=known.opaque, unsure=known.unsure, told=known.told)
         fresh = replace(fresh, again=known.again, guessed=known.guessed, owed=known.owed)
-        fresh = replace(fresh, slow=known.slow, since=known.since)
+        fresh = replace(fresh, suspected=known.suspected, doubts=known.doubts, since=known.since)
         fresh = replace(fresh, held=None, limit=known.limit, cost=known.cost, excess=known.excess)
         fresh = replace(fresh, placed=known.placed)
     if known is not None and known.standing is Standing.LEFT_BEHIND and known.home == home:
@@ -115,7 +115,7 @@ def on_left(draft: Draft, event: mev.MemberLeft) -> None:
     participant = draft.state.members.get(event.process)
     if participant is None:
         return
-    serialreplay.end_turn_of_disconnected(draft, event.process)
+    serialreplay.leave_turn(draft, event.process)
     participant = draft.state.members[event.process]
     if not any(c.living for c in draft.state.spaces_of(event.process)):
         ended(draft, event.process)
@@ -156,7 +156,7 @@ def ended(draft: Draft, process: ProcessInstance, *, execed: bool = False) -> No
     participant = draft.state.members.get(process)
     if participant is None:
         return
-    serialreplay.end_turn_of_exited(draft, process)
+    serialreplay.leave_turn(draft, process)
     record = outcomes.latest_of(draft.state, process)
     if record is not None and any(
         f.process == process and f.outcome is not Outcome.NOT_TOLD for f in record.fates
@@ -206,7 +206,9 @@ def on_ready(draft: Draft, event: mev.MemberReady) -> None:
     participant = _reporter(draft, event.process, event.generation)
     if participant is None or participant.standing not in OFFERED:
         return
-    if participant.standing is not Standing.READY and budgets.full_gpu(draft.state, participant):
+    to = draft.state.domains.get(f"d{event.generation}")
+    is_new = participant.standing is not Standing.READY and (to is None or to.trial is None)
+    if is_new and budgets.full_gpu(draft.state, participant):
         # Another participant's standby context has taken its place.
         plan.withdraw_offer(draft, participant, "too many standby contexts")
         refresh(draft, event.process)
@@ -214,7 +216,7 @@ def on_ready(draft: Draft, event: mev.MemberReady) -> None:
     # A new standby context may be asked for, whatever became of the former one.
     yields = participant.yields if participant.standing is Standing.READY else None
     ready = replace(participant, standing=Standing.READY, reason="", bytes=event.bytes, yields=yields)
-    placed = participant.placed or not draft.state.has_lost(participant)
+    placed = participant.placed or (is_new and not draft.state.has_lost(participant))
     draft.put_participant(replace(ready, ready_ms=round(event.after_ns / 1e6, 3), placed=placed))
     refresh(draft, event.process)
     serialreplay.start_next_turn(draft, participant.home)
@@ -227,8 +229,11 @@ def on_unready(draft: Draft, event: mev.MemberUnready) -> None:
     elif participant is not None and participant.standing in OFFERED:
         unready = replace(participant, standing=Standing.UNREADY, reason=event.reason, bytes=0)
         draft.put_participant(replace(unready, placed=False))
+        trial.refused(draft, event.process)
         serialreplay.start_next_turn(draft, participant.home)
-        if event.for_memory:
+        if suspects.waits_for_trial(draft.state, draft.state.members[event.process]):
+            memory.offer_again_later(draft, participant, trial.RETRY_S)
+        elif event.for_memory:
             memory.offer_again_later(draft, participant)
 
 
@@ -350,13 +355,20 @@ def on_moved(draft: Draft, event: mev.MemberMoved) -> None:
     if participant is None or name not in draft.state.domains or not (told or name in there):
         draft.count("failover_words_ignored")
         return
+    _has_context(draft, name, event.process)
     old = participant.home
     owed = event.waits and participant.owed
+    if owed and not told:
+        # It moved without mpsd, or waited for its turn when its connection ended. It does not deny the fault.
+        participant = draft.put_participant(replace(participant, suspected=True))
     moved = replace(
         participant, home=name, standing=Standing.WAITING, generation=0, reason="", turn=Turn.NONE
     )
     moved = draft.put_participant(replace(moved, owed=False))
-    at_once = told and event.waits and participant.again is ReplayMode.AT_ONCE
+    if told and not event.waits:
+        # It has nothing to replay any more.
+        suspects.clear(draft, event.process)
+        moved = draft.state.members[event.process]
     record = outcomes.latest_of(draft.state, event.process)
     if record is not None:
         outcomes.revise(
@@ -368,13 +380,10 @@ def on_moved(draft: Draft, event: mev.MemberMoved) -> None:
             held_ms=round(event.held_ns / 1e6, 3),
             fence_ms=round(event.fence_ns / 1e6, 3),
             first_ms=round(event.first_ns / 1e6, 3),
-            turn_ms=round(event.first_ns / 1e6, 3) if at_once else None,
             restored_bytes=event.restored,
             replayed=0 if event.waits else event.replayed,
         )
-    if at_once:
-        serialreplay.begin(draft, moved)
-    elif owed:
+    if owed:
         draft.put_participant(replace(moved, new_s=event.new_s, turn=Turn.WAITS))
         programcounter.settle(draft, event.process)
         moved = draft.state.members[event.process]
@@ -390,9 +399,15 @@ def on_moved(draft: Draft, event: mev.MemberMoved) -> None:
     # The participant has not moved to a domain that it was told of since then.
     for former in (old, f"d{participant.generation}"):
         if former != name:
-            serialreplay.work_ended(draft, event.process, former)
             _leave(draft, former)
     refresh(draft, event.process)
+
+
+def _has_context(draft: Draft, name: str, process: ProcessInstance) -> None:
+    """Note that the process has a new context in a domain where it had lost an earlier one."""
+    domain = draft.state.domains[name]
+    if process in domain.bereft:
+        draft.put_domain(replace(domain, bereft=domain.bereft - {process}))
 
 
 def _moved_too_late(draft: Draft, participant: Participant) -> None:
@@ -423,8 +438,7 @@ def on_done(draft: Draft, event: mev.MemberDone) -> None:
         # The named offender was not killed and continues.
         draft.put_participant(replace(participant, named=False))
     home = draft.state.domains.get(f"d{event.generation}")
-    open_still = home is not None and serialreplay.is_open(home, event.process)
-    has_had_turn = participant is not None and (participant.turn is not Turn.NONE or open_still)
+    has_had_turn = participant is not None and (participant.turn is not Turn.NONE or participant.runs_on)
     if participant is None or home is None or not has_had_turn or participant.home != home.id:
         draft.count("failover_words_ignored")
         return
@@ -434,16 +448,13 @@ def on_done(draft: Draft, event: mev.MemberDone) -> None:
     again = {"restored_bytes": event.restored, "replayed": event.replayed}
     outcomes.set_time(draft, event.process, "done_ms", why=why, **again)
     serialreplay.end_turn(draft, event.process)
+    if home.trial == event.process:
+        draft.emit(ArmTimer(suspects.JOIN, str(event.process), suspects.JOIN_S))
     refresh(draft, event.process)
 
 
 def on_turn_timer(draft: Draft, subject: str) -> None:
     serialreplay.on_timer(draft, subject)
-    plan.refresh_all(draft)
-
-
-def on_late_timer(draft: Draft, subject: str) -> None:
-    """Offer standby domains again, whether the late work has ended or not."""
     plan.refresh_all(draft)
 
 

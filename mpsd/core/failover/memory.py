@@ -152,10 +152,10 @@ def _asking(state: State, process: ProcessInstance, spared: Reclaimable) -> list
     return [m for m in state.members.values() if m.shorts and m.shorts[-1].of == (process, spared)]
 
 
-def offer_again_later(draft: Draft, participant: Participant) -> None:
+def offer_again_later(draft: Draft, participant: Participant, after_s: float = REOFFER_S) -> None:
     """Offer a standby context again later: this one was released for its memory, or there was too little
     for it."""
-    draft.emit(ArmTimer(BACK, f"{participant.process} {participant.generation}", REOFFER_S))
+    draft.emit(ArmTimer(BACK, f"{participant.process} {participant.generation}", after_s))
 
 
 def on_reoffer(draft: Draft, subject: str) -> None:

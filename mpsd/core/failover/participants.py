@@ -152,7 +152,10 @@ class Participant:
       - `whose`: its finding about the origin of the fault.
       - `named`: it is the offender by that finding, so it waits for its end.
       - `among`: the offender is certain to be among the participants that move.
-      - `slow`: its replay exceeded a turn last time.
+      - `runs_on`: its turn is over, and its replay may still run.
+      - `suspected`: it was a suspect (suspects.py) and has not replayed since.
+      - `doubts`: faults that came while it replayed beside other clients, since its last clean replay.
+      - `untried`: there was no trial domain for it in time, so it replays in its turn after all.
       - `owed`: it has not been told of a turn since it was last told to move.
 
     Memory (memory.py):
@@ -197,7 +200,10 @@ class Participant:
     among: bool = False
     again: ReplayMode = ReplayMode.LOST
     guessed: float = 0.0
-    slow: bool = False
+    runs_on: bool = False
+    suspected: bool = False
+    doubts: int = 0
+    untried: bool = False
     owed: bool = True
     gives: bool = False
     shorts: tuple[MemoryShortage, ...] = ()

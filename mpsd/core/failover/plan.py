@@ -4,11 +4,10 @@ The standby domain is the slot's second domain. One decision takes a domain out 
 path to the standby domain, and tells the ready participants to move. A report of a program affects that
 program alone: an error that it reports moves no other program.
 
-An offender that is named with certainty does not move. If no offender is named, all participants are suspects
-and all are told to move, the offender too, and its replay faults the next domain. So suspects in mode exact
-replay one at a time (serialreplay.py), and the one with which the next domain faults is the offender. If the
-offender is probably none of them, the ready ones replay at once. In mode keep nothing is replayed, and the
-limit on moves per minute ends such a series.
+An offender that is named with certainty does not move. If no offender is named, all participants are told to
+move, the offender too, and its replay faults the next domain. So participants in mode exact replay by what
+they know of the fault (serialreplay.py), and suspects replay alone in a trial domain (trial.py). In mode keep
+nothing is replayed, and the limit on moves per minute ends such a series.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import replace
 from mpsd.base.model import Confidence, ExceptionOwner, FailoverMode, ProcessInstance, ReplayMode
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Fenced, Move, OfferStandby, RecordFailover, StandDown
-from mpsd.core.failover import budgets, serialreplay
+from mpsd.core.failover import budgets, serialreplay, suspects
 from mpsd.core.failover.outcomes import LEFT, latest_of, revise, rewrite
 from mpsd.core.failover.participants import (
     OFFERED,
@@ -72,6 +71,8 @@ def target_of(state: State, participant: Participant) -> Domain | None:
     home = state.domains.get(participant.home or "")
     if home is None or not participant.connected:
         return None
+    if suspects.waits_for_trial(state, participant):
+        return suspects.trial_of(state, participant.process)
     target = next_domain(state, home)
     if target is None and home.state is DomainState.FULL:
         active = state.domains.get(state.slots[home.slot].active or "")
@@ -116,7 +117,8 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
         participant = withdraw_offer(draft, participant, "the standby domain has ended")
     if target is None:
         return
-    if participant.standing is Standing.WAITING and _may_be_offered(draft.state, participant, draft.now):
+    may = participant.standing is Standing.WAITING
+    if may and _may_be_offered(draft.state, participant, target, draft.now):
         _offer(draft, participant, target)
     elif participant.standing is Standing.READY and draft.state.has_lost(participant):
         _move_late(draft, participant, target)
@@ -130,13 +132,17 @@ def refresh(draft: Draft, process: ProcessInstance) -> None:
 
 
 def _offer(draft: Draft, participant: Participant, target: Domain) -> None:
-    """Offer the standby domain, unless a GPU has too many standby contexts."""
-    if full := budgets.full_gpu(draft.state, participant):
+    """Offer the standby domain, unless a GPU has too many standby contexts.
+
+    A context in a trial domain takes no place among them.
+    """
+    full = budgets.full_gpu(draft.state, participant) if target.trial is None else None
+    if full:
         _cap(draft, participant, full)
         return
     offered = replace(participant, standing=Standing.OFFERED, generation=target.generation, reason="")
     # A participant that has lost its context moves at once, and then waits for a place as before.
-    placed = participant.placed or not draft.state.has_lost(participant)
+    placed = participant.placed or not (draft.state.has_lost(participant) or target.trial is not None)
     draft.put_participant(replace(offered, ready_ms=None, bytes=0, capped=None, placed=placed))
     draft.emit(OfferStandby(participant.process, target.generation, target.id))
     if placed:
@@ -169,22 +175,26 @@ def refresh_all(draft: Draft, slot: str | None = None) -> None:
             refresh(draft, participant.process)
 
 
-def _may_be_offered(state: State, participant: Participant, now: float) -> bool:
+def _may_be_offered(state: State, participant: Participant, target: Domain, now: float) -> bool:
     """Return whether this participant can be offered a standby domain now.
 
     Not if it exceeds a budget. Not before its first context has a lease, because the lease tells that context
-    from the standby context. Not while it has work to replay either: a program that makes a standby context
-    does not answer for over a second.
+    from the standby context. Not while it has work to replay in its home: a program that makes a standby
+    context does not answer for over a second. Not the standby domain that is to become a trial domain.
     """
     home = [c for c in state.spaces_of(participant.process) if c.id.domain == participant.home and c.living]
     settled = [c for c in home if c.state in (ClientState.ATTACHED, ClientState.UNPROTECTED)]
     domain = state.domains.get(participant.home or "")
-    is_late = domain is not None and serialreplay.is_late(domain, participant.process, now)
+    is_tried = domain is not None and domain.trial == participant.process and not state.has_lost(participant)
+    if is_tried and not suspects.may_join(state, participant, now):
+        return False
+    if state.slots[target.slot].spare == target.id and suspects.is_reserved(state, target.slot):
+        return False
     if domain is not None and not state.policy.gpus_without_failover.isdisjoint(domain.gpus):
         return False
     if participant.excess is not None:
         return False
-    is_heard = (participant.turn is Turn.NONE and not is_late) or state.has_lost(participant)
+    is_heard = participant.turn is Turn.NONE or target.trial is not None or state.has_lost(participant)
     return is_heard and bool(settled) and not state.copies_problem and not state.stopping
 
 
@@ -227,11 +237,13 @@ def reason_not_to_move(draft: Draft, participant: Participant, target: Domain | 
         return "the client is not connected"
     if target is None:
         return "no standby domain was available"
-    if participant.capped is not None:
+    if participant.capped is not None and target.trial is None:
         return participant.reason
     if participant.standing is not Standing.READY or participant.generation != target.generation:
         return f"the standby context was not ready: {participant.reason or participant.standing.value}"
-    if len(recent) >= limit:
+    home = draft.state.domains.get(participant.home or "")
+    is_trial = participant.process in (target.trial, home.trial if home is not None else None)
+    if len(recent) >= limit and not is_trial:
         return f"the client was moved {len(recent)} times within a minute (failover.per_minute = {limit})"
     return ""
 
@@ -255,9 +267,17 @@ def _tell(
     planned: bool = False,
     again: ReplayMode = ReplayMode.LOST,
 ) -> None:
+    is_suspect = suspects.is_suspect(participant) and participant.turn is Turn.WAITS
+    if is_suspect and again in (ReplayMode.AGAIN, ReplayMode.AT_ONCE):
+        # Another fault came before its replay, which may still fault.
+        again = ReplayMode.IN_TURN
     again = again if participant.mode is FailoverMode.EXACT else ReplayMode.LOST
-    draft.emit(Move(participant.process, participant.generation, why, planned, again))
-    told = (*(t for t in participant.told if draft.now - t < MINUTE_S), draft.now)
+    # On a guess it is told to wait for its turn, too: it looks for the fault in its own code first.
+    said = ReplayMode.IN_TURN if again is ReplayMode.AT_ONCE else again
+    draft.emit(Move(participant.process, participant.generation, why, planned, said))
+    told = tuple(t for t in participant.told if draft.now - t < MINUTE_S)
+    if why not in (suspects.TRIAL_MOVE, suspects.JOIN_MOVE):
+        told = (*told, draft.now)
     guessed = draft.now if again is ReplayMode.AT_ONCE else participant.guessed
     owed = again in (ReplayMode.IN_TURN, ReplayMode.AT_ONCE)
     moving = replace(participant, standing=Standing.MOVING, told=told, among=False, new_s=None)
@@ -271,6 +291,9 @@ def _tell(
             whose=ExceptionOwner.UNKNOWN,
             named=False,
             asked=asked,
+            suspected=participant.suspected or is_suspect,
+            untried=False,
+            runs_on=False,
         )
     )
     draft.count("failover_moves")
@@ -359,31 +382,32 @@ def _record(
     device_failure: str,
     *,
     late: bool = False,
+    trial: Domain | None = None,
 ) -> None:
     """Decide for each participant, tell those that move, and write the record.
 
     `late`: other participants were told before or have not connected yet, so it is not known which will
-    replay.
+    replay. `trial`: the trial domain to which its suspect moves.
     """
     # A dead server, a failed device or a known offender says nothing about the participants that replay.
     by_work = domain.state is DomainState.FAULTED and not device_failure and not culprits(faults)
     first = _first_sign(draft, faults)
-    repeated = serialreplay.named_by_replay(draft.state, domain, draft.now, first) if by_work else []
+    repeated = suspects.named_by_trial(draft.state, domain, draft.now, first) if by_work else []
     sure = [*culprits(faults), *repeated]
     # A likely offender is not certain, so it is told with the others.
-    suspects = {p.id.process for r in faults for p in (*r.suspects, *([r.offender] if r.offender else []))}
-    suspects -= set(sure)
-    target = next_domain(draft.state, domain)
-    refusals = {}
+    suspected = {p.id.process for r in faults for p in (*r.suspects, *([r.offender] if r.offender else []))}
+    suspected -= set(sure)
+    target = trial or next_domain(draft.state, domain)
+    refusals: dict[ProcessInstance, str] = {}
     for participant in sorted(concerned, key=lambda m: (m.process.pid, m.process.start_ticks)):
         refusal = CAUSED_FAULT if participant.process in sure else device_failure
         refusal = FAULTED_AGAIN if participant.process in repeated else refusal
-        refusals[participant] = refusal or reason_not_to_move(
+        refusals[participant.process] = refusal or reason_not_to_move(
             draft, participant, target_of(draft.state, participant)
         )
-    told = [participant for participant, refusal in refusals.items() if not refusal]
-    again = replay_mode(domain, faults, sure)
-    here = serialreplay.processes_with_work(draft, domain)
+    told = [process for process, refusal in refusals.items() if not refusal]
+    again = ReplayMode.IN_TURN if trial is not None else replay_mode(domain, faults, sure)
+    here = suspects.processes_with_work(draft.state, domain, draft.now)
     if (
         again is ReplayMode.IN_TURN
         and not late
@@ -393,7 +417,8 @@ def _record(
     if domain.is_dead:
         serialreplay.end_all_turns(draft, domain)
     entries = []
-    for participant, refusal in refusals.items():
+    for process, refusal in refusals.items():
+        participant = draft.state.members[process]
         if not refusal:
             _tell(draft, participant, trigger, planned=planned, again=again)
         elif (
@@ -402,10 +427,10 @@ def _record(
             or (participant.standing is Standing.READY and not planned)
         ):
             leave_behind(draft, participant, refusal)
-        entries.append(_entry(draft.state, participant, refusal, participant.process in suspects))
-    in_turn = again is ReplayMode.IN_TURN and not domain.may_lack_clients
+        entries.append(_entry(draft.state, participant, refusal, participant.process in suspected))
+    in_turn = again is ReplayMode.IN_TURN and not (domain.may_lack_clients or late)
     if in_turn and any(is_sm_exception(f) for f in faults):
-        serialreplay.note_among(draft, here, [m.process for m in told])
+        serialreplay.note_among(draft, here, told)
     number = draft.state.next_failover
     draft.state = replace(draft.state, next_failover=number + 1)
     record = FailoverRecord(
@@ -430,6 +455,18 @@ def _record(
         _evict_offenders(draft, sure, target)
 
 
+def move_for_trial(draft: Draft, participant: Participant, trial: Domain) -> None:
+    """Tell a suspect to move to its trial domain and to replay there."""
+    home = draft.state.domains[participant.home or ""]
+    _record(draft, home, suspects.TRIAL_MOVE, False, [participant], [], "", late=True, trial=trial)
+
+
+def join_others(draft: Draft, participant: Participant, active: Domain) -> None:
+    """Tell a cleared suspect to move to the slot's active domain, once its work there ends."""
+    home = draft.state.domains[participant.home or ""]
+    _record(draft, home, suspects.JOIN_MOVE, True, [participant], [], "", late=True)
+
+
 def _first_sign(draft: Draft, faults: list[FaultRecord]) -> float:
     """Return when the first sign of the first fault came [monotonic s]; now, if there is none."""
     return min((r.evidence[0].at for r in faults[:1] if r.evidence), default=draft.now)
@@ -448,7 +485,7 @@ def name_by_replay(draft: Draft, record: FaultRecord) -> FaultRecord:
     if record.offender is not None or record.domain is None:
         return record
     first = _first_sign(draft, [record])
-    repeated = serialreplay.named_by_replay(draft.state, draft.state.domains[record.domain], draft.now, first)
+    repeated = suspects.named_by_trial(draft.state, draft.state.domains[record.domain], draft.now, first)
     here = [c for c in draft.state.living_of(record.domain) if c.id.process in repeated]
     for client in here[:1]:
         victims = at.victims(draft.state, record.domain, client.id)

@@ -1,13 +1,15 @@
 """Offender by program counter: which participant's code contains the instruction that raised an exception.
 
 An SM keeps the program counter of a warp that raised an exception. Clients of the faulted server may read it,
-and each participant reports whether that address is in its own code (mpsd/docs/proxy-offender.md). Each
-report is a program's claim about itself. The offender is named if all clients of the domain were told to
+and each participant reports whether that address is in its own code (mpsd/docs/proxy-offender.md). A trap
+leaves no address; its author has its error as no other program has it, which each participant reports, too.
+Each report is a program's claim about itself. The offender is named if all clients of the domain were told to
 move, all have reported, exactly one claims the exception, and all others deny it. The offender then does not
 replay, and all others replay at once.
 
 If a report is missing because the search took too long, or if several programs claim the exception (forked
-programs have their code at the same addresses), serialreplay.py decides by the reports that there are.
+programs have their code at the same addresses), that is no proof: programs that claim it are suspects, and
+replay in a trial domain (suspects.py).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import replace
 
 from mpsd.base.model import Confidence, ExceptionOwner, ProcessInstance, ReplayMode
 from mpsd.core.draft import Draft
-from mpsd.core.failover import outcomes, plan, serialreplay
+from mpsd.core.failover import outcomes, plan, serialreplay, suspects
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.participants import FailoverRecord, Outcome, ParticipantOutcome, Standing, Turn
 from mpsd.core.faults import attribution as at
@@ -24,6 +26,13 @@ from mpsd.core.faults import recording
 from mpsd.core.faults.records import Evidence, FaultRecord, Source
 
 IN_ITS_CODE = "the exception was in its own code"
+HAD_ITS_ERROR = "its context had the error of a trap before it looked at the GPU"
+_PROOF = {
+    ExceptionOwner.OWN: f"{IN_ITS_CODE}, by its own report, and all others deny it",
+    ExceptionOwner.FIRST: f"{HAD_ITS_ERROR}, by its own report, and all others deny it",
+}
+_DENIAL = {ExceptionOwner.OWN: ExceptionOwner.OTHERS, ExceptionOwner.FIRST: ExceptionOwner.NO_SIGN}
+"""What all others must have found where one participant claims the exception."""
 
 
 def on_found_code(draft: Draft, event: mev.MemberFoundCode) -> None:
@@ -33,9 +42,13 @@ def on_found_code(draft: Draft, event: mev.MemberFoundCode) -> None:
     moves = (
         participant is not None
         and participant.standing is Standing.MOVING
-        and participant.again is ReplayMode.IN_TURN
+        and participant.again in (ReplayMode.IN_TURN, ReplayMode.AT_ONCE)
     )
-    if participant is None or record is None or not moves or participant.generation != event.generation:
+    to = draft.state.domains.get(f"d{event.generation}")
+    is_trial = to is not None and to.trial == event.process
+    moves = moves and participant is not None and participant.generation == event.generation
+    if participant is None or record is None or not moves or is_trial:
+        # Into its trial domain it moves from a domain that has not faulted.
         draft.count("failover_words_ignored")
         return
     draft.put_participant(replace(participant, whose=event.whose))
@@ -46,9 +59,9 @@ def settle(draft: Draft, process: ProcessInstance) -> None:
     """Name the offender if the reports allow it, now that this program has moved and waits for its turn."""
     record = outcomes.last_of(draft.state, process)
     told = [f for f in record.fates if f.outcome is not Outcome.NOT_TOLD] if record is not None else []
-    claims = [f.process for f in told if f.whose is ExceptionOwner.OWN]
-    participant = draft.state.members.get(claims[0]) if len(claims) == 1 else None
-    if record is None or participant is None or not all(_denies(f, participant.process) for f in told):
+    claims = [f for f in told if f.whose in suspects.CLAIMS]
+    participant = draft.state.members.get(claims[0].process) if len(claims) == 1 else None
+    if record is None or participant is None or not all(_denies(f, claims[0]) for f in told):
         return
     # `among`: every client of the domain was told to move. A participant that had its turn is cleared.
     if not (participant.among and participant.turn is Turn.WAITS and participant.home == record.to):
@@ -69,11 +82,7 @@ def settle(draft: Draft, process: ProcessInstance) -> None:
         suspects=(),
         victims=tuple(v for v in fault.victims if v.id.process != offender),
     )
-    sign = Evidence(
-        Source.PROCESS,
-        draft.now,
-        f"{IN_ITS_CODE}, by its own report, and in no other code by the reports of all others",
-    )
+    sign = Evidence(Source.PROCESS, draft.now, _PROOF[claims[0].whose])
     recording.revise(draft, fault, at.add_evidence(known, sign))
     draft.count("failover_named_by_code")
     plan.named(draft, record.domain, offender)
@@ -88,10 +97,9 @@ def settle(draft: Draft, process: ProcessInstance) -> None:
     serialreplay.replay_together(draft, record.to)
 
 
-def _denies(entry: ParticipantOutcome, offender: ProcessInstance) -> bool:
-    return entry.process == offender or (
-        entry.outcome is Outcome.MOVED and entry.whose is ExceptionOwner.OTHERS
-    )
+def _denies(entry: ParticipantOutcome, claim: ParticipantOutcome) -> bool:
+    denies = entry.outcome is Outcome.MOVED and entry.whose is _DENIAL[claim.whose]
+    return denies or entry.process == claim.process
 
 
 def _unnamed(draft: Draft, record: FailoverRecord) -> FaultRecord | None:

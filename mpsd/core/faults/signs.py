@@ -212,6 +212,8 @@ def domain_sign(draft: Draft, domain: Domain, sign: Evidence) -> None:
 def _blame(draft: Draft, record: FaultRecord) -> FaultRecord:
     assert record.domain is not None
     lacking = draft.state.domains[record.domain].may_lack_clients
+    # Nor does mpsd know the clients that ended before it took the domain over.
+    lacking |= draft.state.adopting or draft.now - draft.state.adopted < at.DEATH_WINDOW_S
     if lacking or at.may_have_unlisted(draft.state, record.domain, draft.now):
         # The offender may be a client that mpsd does not know.
         return record

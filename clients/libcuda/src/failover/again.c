@@ -92,6 +92,14 @@ bool mpsd_turn_have(bool may, int line, uint64_t home)
 	return is;
 }
 
+void mpsd_turn_cut_off(void)
+{
+	on.moves = 0;
+	mpsd_fence_listen(-1, 0);
+	if (!mpsd_turn_is_due())
+		mpsd_turn_forgo();
+}
+
 void mpsd_turn_forgo(void)
 {
 	struct mpsd_replayed replayed = { 0 };

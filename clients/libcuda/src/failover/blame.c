@@ -49,7 +49,7 @@ static struct {
 	enum mpsd_failover_whose whose;
 } look;
 
-static atomic_bool may_tell;
+static atomic_uint may_tell;	/* 0: nothing; 1: not NO_SIGN, which the daemon does not know */
 static atomic_int sm_count;		/* of a GPU */
 
 /* Of so many SMs; `whose` stays what it is where none of them had anything. */
@@ -101,7 +101,7 @@ static bool look_at_one(unsigned int number, const struct mpsd_owned *device, en
 	return true;
 }
 
-/* Somebody else's it is where all were seen: of several GPUs, all of their SMs. */
+/* Somebody else's, or nobody's, it is where all were seen: of several GPUs, all of their SMs. */
 static enum mpsd_failover_whose look_at(unsigned int number)
 {
 	enum mpsd_failover_whose whose = MPSD_FAILOVER_WHOSE_UNKNOWN;
@@ -111,7 +111,9 @@ static enum mpsd_failover_whose look_at(unsigned int number)
 
 	for (unsigned int i = 0; i < known && whose != MPSD_FAILOVER_WHOSE_OWN; i++)
 		are_all = look_at_one(number, &devices[i], &whose) && are_all;
-	return are_all || whose == MPSD_FAILOVER_WHOSE_OWN ? whose : MPSD_FAILOVER_WHOSE_UNKNOWN;
+	if (!are_all && whose != MPSD_FAILOVER_WHOSE_OWN)
+		return MPSD_FAILOVER_WHOSE_UNKNOWN;
+	return whose ? whose : MPSD_FAILOVER_WHOSE_NO_SIGN;
 }
 
 /*
@@ -123,7 +125,7 @@ static bool is_first(const struct subject *of)
 	CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
 	CUresult result;
 
-	if (!of->context || mpsd_autopsy_has_looked(of->number))
+	if (mpsd_autopsy_has_looked(of->number))
 		return false;
 	mpsd_thread.tables = of->tables;
 	real_cuThreadExchangeStreamCaptureMode(&mode);
@@ -135,13 +137,21 @@ static bool is_first(const struct subject *of)
 	return mpsd_is_loss(result) && !mpsd_autopsy_has_looked(of->number);
 }
 
+/* Where no SM has an address; `whose` as look_at() has it. */
+static enum mpsd_failover_whose ask_context(const struct subject *of, enum mpsd_failover_whose whose)
+{
+	if (!of->context)
+		return MPSD_FAILOVER_WHOSE_UNKNOWN;
+	return is_first(of) ? MPSD_FAILOVER_WHOSE_FIRST : whose;
+}
+
 static void *run(void *argument)
 {
 	struct subject *of = argument;
 	enum mpsd_failover_whose whose = look_at(of->number);
 
-	if (!whose && is_first(of))
-		whose = MPSD_FAILOVER_WHOSE_FIRST;
+	if (!whose || whose == MPSD_FAILOVER_WHOSE_NO_SIGN)
+		whose = ask_context(of, whose);
 	leave(of->moves);
 	pthread_mutex_lock(&look_lock);
 	if (look.serial == of->serial) {
@@ -213,6 +223,8 @@ enum mpsd_failover_whose mpsd_blame_end(void)
 	pthread_mutex_lock(&look_lock);
 	await_look(WAIT_MS);
 	whose = look.whose;
+	if (whose == MPSD_FAILOVER_WHOSE_NO_SIGN && atomic_load(&may_tell) < 2)
+		whose = MPSD_FAILOVER_WHOSE_UNKNOWN;
 	look.whose = MPSD_FAILOVER_WHOSE_UNKNOWN;
 	look.is_on = false;
 	look.serial++;
@@ -227,12 +239,12 @@ void mpsd_blame_child(void)
 	look.is_on = false;
 }
 
-void mpsd_blame_may_tell(bool may)
+void mpsd_blame_may_tell(unsigned int what)
 {
-	atomic_store(&may_tell, may);
+	atomic_store(&may_tell, what);
 }
 
 bool mpsd_blame_is_told(void)
 {
-	return atomic_load(&may_tell);
+	return atomic_load(&may_tell) != 0;
 }

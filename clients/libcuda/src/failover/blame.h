@@ -23,6 +23,6 @@ void mpsd_blame_begin(unsigned int number);
 /* What was found; who looks for longer than that is worth has found nothing. */
 enum mpsd_failover_whose mpsd_blame_end(void);
 
-/* Whether the daemon knows the word. */
-void mpsd_blame_may_tell(bool may);
+/* What the daemon knows of it: 0: not the word, 1: not NO_SIGN, 2: all. */
+void mpsd_blame_may_tell(unsigned int what);
 bool mpsd_blame_is_told(void);

@@ -30,6 +30,7 @@
 #include "failover/kept.h"
 #include "failover/made.h"
 #include "failover/move.h"
+#include "failover/rescue.h"
 #include "failover/room.h"
 #include "failover/wish.h"
 #include "failoverwire.h"
@@ -40,7 +41,6 @@
 #define LAST_TRIES 8
 #define END_MS 2000
 #define SEND_S 2
-#define WORD_MS 2000
 
 static uint32_t mode;		/* wished; then granted */
 
@@ -81,7 +81,7 @@ int mpsd_line_word_ms(void)
 	if (!may_move())
 		return 0;
 	if (atomic_load(&ready))
-		return WORD_MS;
+		return mpsd_rescue_hold_ms();
 	return atomic_load(&line) >= 0 && now < until ? (int)((until - now) / 1000000) + 1 : 0;
 }
 
@@ -159,9 +159,37 @@ static bool stand_by(const struct mpsd_failover_message *order)
 	return mpsd_line_tell_ready(atomic_load(&line), generation, mpsd_now_ns() - began);
 }
 
+/* What was told of a move after which the program waits for its turn: a daemon that connects later is told it again. */
+static struct {
+	struct mpsd_times times;
+	uint64_t began;
+} waiting;
+
+static bool say_waits(void)
+{
+	return mpsd_line_tell_moved(atomic_load(&line), home, &waiting.times, waiting.began);
+}
+
 static bool have_turn(bool may)
 {
 	return !mpsd_turn_is_due() || mpsd_turn_have(may, atomic_load(&line), home);
+}
+
+static void has_moved(const struct mpsd_times *times, uint64_t began)
+{
+	home = generation;
+	generation = 0;
+	waiting.times = *times;
+	waiting.began = began;
+	atomic_store(&comes_until_ns, mpsd_now_ns() + mpsd_wish()->patience_ns);
+}
+
+static void stay(void)
+{
+	atomic_store(&comes_until_ns, 0);
+	atomic_store(&ready, false);
+	mpsd_phase_wake();
+	mpsd_standby_close();
 }
 
 static bool move(const struct mpsd_failover_message *order)
@@ -174,6 +202,8 @@ static bool move(const struct mpsd_failover_message *order)
 	bool is;
 
 	if (order->generation == home && home) {
+		if (mpsd_turn_is_due())
+			return say_waits();
 		message = mpsd_line_message(MPSD_FAILOVER_MOVED, home, NULL);
 		return say(&message);
 	}
@@ -182,20 +212,58 @@ static bool move(const struct mpsd_failover_message *order)
 	mpsd_fence_listen(order->values[0] ? -1 : atomic_load(&line), generation);
 	if (!mpsd_move(order->values[0] != 0, (enum mpsd_failover_again)order->values[1], &times, &why)) {
 		message = mpsd_line_message(MPSD_FAILOVER_STAYED, generation, why);
-		atomic_store(&comes_until_ns, 0);
-		atomic_store(&ready, false);
-		mpsd_phase_wake();
-		mpsd_standby_close();
+		stay();
 		return say(&message);
 	}
-	home = generation;
-	generation = 0;
-	atomic_store(&comes_until_ns, mpsd_now_ns() + mpsd_wish()->patience_ns);
+	has_moved(&times, began);
 	is = mpsd_line_tell_moved(atomic_load(&line), home, &times, began);
 	/* Whether or not there is still somebody to hear of it. */
 	if (order->values[1] == MPSD_FAILOVER_AT_ONCE)
 		is = have_turn(true) && is;
 	return is;
+}
+
+/*
+ * No daemon says what is to be done. Where what the program finds denies the fault it goes on at once; else its work may
+ * fault again beside others, so it waits for a daemon that gives it a domain of its own, or gives up.
+ */
+static void go_on_alone(void)
+{
+	if (waiting.times.whose == MPSD_FAILOVER_WHOSE_OTHERS || waiting.times.whose == MPSD_FAILOVER_WHOSE_NO_SIGN)
+		have_turn(true);
+}
+
+static void rescue(void)
+{
+	uint64_t began = mpsd_now_ns();
+	struct mpsd_times times;
+	const char *why = NULL;
+
+	/* The next daemon is told of no error of a context that was left. */
+	mpsd_own_error_take();
+	mpsd_fence_listen(-1, generation);
+	if (!mpsd_move(false, mode == MPSD_FAILOVER_EXACT ? MPSD_FAILOVER_IN_TURN : MPSD_FAILOVER_LOST, &times, &why)) {
+		generation = 0;
+		stay();
+		mpsd_say("cannot fail over without mpsd: %s; start mpsd again", why);
+		return;
+	}
+	has_moved(&times, began);
+	mpsd_say("failed over without mpsd, which did not answer; start mpsd again for the next fault");
+	go_on_alone();
+}
+
+/* While the context is lost, and whether or not there is a daemon. */
+static void rescue_if_due(int fd)
+{
+	enum mpsd_rescue what = mpsd_turn_is_due() ? MPSD_RESCUE_WAIT : mpsd_rescue_now(fd);
+
+	if (what == MPSD_RESCUE_GIVE_UP) {
+		mpsd_line_give_up();
+		mpsd_phase_wake();
+	} else if (what == MPSD_RESCUE_MOVE && generation && !atomic_load(&off)) {
+		rescue();
+	}
 }
 
 static bool stand_down(const struct mpsd_failover_message *order)
@@ -233,11 +301,14 @@ static bool obey(const struct mpsd_failover_message *order)
 		mode = order->mode;
 		mpsd_standby_lazy(order->values[0] != 0);
 		mpsd_room_may_ask(order->values[1] != 0);
-		mpsd_blame_may_tell(order->values[2] != 0);
+		mpsd_blame_may_tell(order->values[2] > 2 ? 2 : (unsigned int)order->values[2]);
 		mpsd_left_may_tell(order->values[3] ? atomic_load(&line) : -1);
 		mpsd_budgets_welcome(atomic_load(&line), order);
 		if (mode != MPSD_FAILOVER_EXACT)
 			mpsd_exact_stop("mode keep in the daemon's configuration");
+		/* A daemon of an earlier release takes a program on a new connection for one that does not wait. */
+		if (mpsd_turn_is_due() && (order->values[2] < 2 || !say_waits()))
+			mpsd_turn_forgo();
 		return follow_budgets();
 	case MPSD_FAILOVER_STANDBY:
 		return stand_by(order);
@@ -314,11 +385,9 @@ static bool act(int fd, bool said, bool was_woken, struct mpsd_told *told)
 	return is;
 }
 
-static int due_ms(void)
+static int soonest(int one, int other)
 {
-	int due = mpsd_due_ms(), budgets = mpsd_budgets_due_ms();
-
-	return due < 0 || (budgets >= 0 && budgets < due) ? budgets : due;
+	return one < 0 || (other >= 0 && other < one) ? other : one;
 }
 
 /* Until the connection ends. */
@@ -334,7 +403,9 @@ static void listen_to(int fd)
 	if (!say(&message) || !tell(&told))
 		return;
 	while (!atomic_load(&off) && mpsd_left_tell(true)) {
-		if (poll(polled, 2, due_ms()) < 0 && errno != EINTR)
+		int due = soonest(soonest(mpsd_due_ms(), mpsd_budgets_due_ms()), mpsd_rescue_due_ms(fd));
+
+		if (poll(polled, 2, due) < 0 && errno != EINTR)
 			return;
 		if (!mpsd_turn_left_ms() && !have_turn(false))
 			return;
@@ -343,6 +414,41 @@ static void listen_to(int fd)
 		pthread_mutex_unlock(&busy);
 		if (!act(fd, polled[0].revents != 0, polled[1].revents != 0, &told))
 			return;
+		pthread_mutex_lock(&busy);
+		/* Whether the daemon has read of the loss shows only when that was told. */
+		if (!atomic_load(&woken))
+			rescue_if_due(fd);
+		pthread_mutex_unlock(&busy);
+	}
+}
+
+static void cut_off(void)
+{
+	pthread_mutex_lock(&busy);
+	mpsd_turn_cut_off();
+	if (!atomic_load(&off))
+		go_on_alone();
+	pthread_mutex_unlock(&busy);
+}
+
+/* Until a daemon is looked for again. What the program's threads say meanwhile is told to the next one. */
+static void wait_without_line(int pause_ms)
+{
+	uint64_t until = mpsd_now_ns() + (uint64_t)pause_ms * 1000000, now;
+	struct pollfd polled = { .fd = atomic_load(&wake), .events = POLLIN };
+	uint64_t count;
+
+	while (!atomic_load(&off) && (now = mpsd_now_ns()) < until) {
+		int left_ms = (int)((until - now) / 1000000) + 1;
+
+		if (poll(&polled, 1, soonest(left_ms, soonest(mpsd_turn_left_ms(), mpsd_rescue_due_ms(-1)))) > 0 &&
+		    read(polled.fd, &count, sizeof(count)) > 0)
+			atomic_store(&woken, false);
+		pthread_mutex_lock(&busy);
+		if (!atomic_load(&off) && !mpsd_turn_left_ms())
+			have_turn(false);
+		rescue_if_due(-1);
+		pthread_mutex_unlock(&busy);
 	}
 }
 
@@ -358,17 +464,19 @@ static void *run(void *unused)
 
 		if (fd >= 0) {
 			atomic_store(&line, fd);
+			mpsd_rescue_connected();
+			mpsd_line_wake();
 			listen_to(fd);
 			if (atomic_exchange(&line, -1) == fd)
 				close(fd);
-			mpsd_turn_forgo();
+			cut_off();
 			mpsd_room_may_ask(false);
 			mpsd_left_may_tell(-1);
 			mpsd_budgets_line_ended();
 			ended = mpsd_now_ns() - began > 1000000000u ? 0 : ended + 1;
 			pause_ms = FIRST_PAUSE_MS;
 		}
-		mpsd_pause(pause_ms);
+		wait_without_line(pause_ms);
 		pause_ms = pause_ms * 2 < LAST_PAUSE_MS ? pause_ms * 2 : LAST_PAUSE_MS;
 	}
 	mpsd_exact_stop("no daemon offers fail-over");

@@ -72,8 +72,9 @@ int mpsd_turn_left_ms(void);		/* until it gives up; -1: it does not wait */
  */
 bool mpsd_turn_have(bool may, int line, uint64_t home);
 
-/* There is no daemon that would say so. */
+/* There is no daemon that would say so; or none just now: what waits for its turn goes on waiting. */
 void mpsd_turn_forgo(void);
+void mpsd_turn_cut_off(void);
 
 /* What was done again in the last turn had not ended when that was told, or has since: that is told now. False: it cannot be. */
 bool mpsd_turn_follow(int line);
