@@ -4,6 +4,8 @@ Each program has one truth: the domain of its work, and the domains of its conte
 truth a little later; it follows orders as clients/libcuda does. Faults, exits, drains, closed connections and
 restarts of the daemon come at random, from a seed. At rest, the state must agree with the truth, no program
 may still wait, and no domain may be left over.
+
+Long because a history has one state: programs, orders and the daemon's answers.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tests.unit.test_core_budgets import FIRST, GIB, ON, POOL, Node
 
 def test_a_claim_to_hold_more_than_was_granted_takes_nothing_from_another_account() -> None:
     world = Node().takes_part(10)
-    assert world.holds(10, 1 << 62) == {10: POOL}
+    assert world.holds(10, 1 << 62) == {10: POOL - FIRST}
     world.other_account(11)
     assert world.limit(11) == FIRST
     assert world.holds(11, FIRST, GIB * 3 // 2) == {10: POOL - GIB * 3 // 2, 11: GIB * 3 // 2}
@@ -42,7 +42,7 @@ def test_a_wish_beside_another_account_is_met_up_to_the_share() -> None:
     assert world.holds(12, 0, POOL) == {12: POOL // 2}
     assert world.holds(10, POOL // 2, POOL) == {10: POOL // 2}
     world.die(12)
-    assert world.holds(10, POOL // 2, POOL) == {10: POOL}
+    assert world.holds(10, POOL // 2, POOL) == {10: POOL - FIRST}
 
 
 def test_no_account_falls_below_its_first_limit_because_of_others() -> None:
@@ -81,7 +81,7 @@ def test_a_lowered_limit_that_crosses_what_its_program_says_stays_lowered() -> N
 
 def test_subordinate_users_share_with_the_user_that_answers_for_them() -> None:
     world = Node().takes_part(10).other_account(11, uid=100_000, account=UID)
-    assert world.holds(11, 0, POOL) == {10: 0, 11: POOL}
+    assert world.holds(11, 0, POOL) == {11: POOL - FIRST}
 
 
 # -- standby contexts ------------------------------------------------------------------------------------
@@ -139,11 +139,13 @@ def test_connecting_again_takes_no_place_from_an_account_that_waits() -> None:
 
 
 def test_whether_one_more_client_would_get_a_place_and_a_limit() -> None:
-    world = Node(replace(ON, standby_contexts=2)).takes_part(10)
-    assert budgets.obstacle(world.state, [GPU], UID) == ("", "")
+    world = Node(replace(ON, standby_contexts=3)).takes_part(10)
     world.fills(10, POOL)
+    assert budgets.obstacle(world.state, [GPU], UID) == ("", "")
+    world.takes_part(11)
+    world.holds(11, FIRST)
     assert budgets.obstacle(world.state, [GPU], UID) == (GPU, "has no memory left for snapshots")
     assert not budgets.lacks_memory(world.state, GPU, 1001)
-    world.takes_part(11)
-    assert budgets.obstacle(world.state, [GPU], UID) == (GPU, "already has its limit of 2 standby contexts")
+    world.takes_part(12)
+    assert budgets.obstacle(world.state, [GPU], UID) == (GPU, "already has its limit of 3 standby contexts")
     assert not budgets.lacks_memory(State(), GPU, UID), "a GPU without a pool has no limits"

@@ -168,14 +168,11 @@ def test_a_program_that_takes_all_it_can_leaves_a_first_limit_for_the_next_one()
     assert world.holds(12, 0, 2 * FIRST) == {11: FIRST // 4, 12: FIRST - FIRST // 4}
 
 
-def test_the_reserve_is_one_for_all_accounts() -> None:
-    world = Node().takes_part(10)
-    world.other_account(20)
-    world.other_account(30, uid=1002)
-    for pid in (10, 20, 30):
+def test_accounts_that_share_a_gpu_leave_no_reserve() -> None:
+    world = Node().takes_part(10).other_account(20)
+    for pid in (10, 20):
         world.fills(pid, 4 * POOL)
-    granted = [world.limit(pid) for pid in (10, 20, 30)]
-    assert sum(granted) == POOL - FIRST and max(granted) == POOL // 3
+    assert (world.limit(10), world.limit(20)) == (POOL // 2, POOL // 2)
 
 
 def test_a_wish_that_cannot_be_met_is_answered_with_the_same_limit() -> None:

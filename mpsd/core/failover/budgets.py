@@ -2,8 +2,8 @@
 
 Memory. The snapshot buffers of all participants on a GPU share a pool, an eighth of the GPU's memory. Each
 participant has a limit. Its first limit is a sixteenth of the pool. A participant that wants more gets it
-from the rest of the pool, then from participants of its account that hold less than their limits. A raise
-leaves a sixteenth for the next participant: otherwise one that needs little would find nothing.
+from the rest of the pool, then from participants of its account that hold less than their limits. An account
+that is alone leaves a sixteenth for its next participant: one that needs little would find nothing else.
 
 Accounts. What a program says that it holds is a claim, so it counts only within its account's share: the pool
 divided by the accounts with a limit on that GPU. An account alone has the whole pool. Beside others no limit
@@ -170,26 +170,24 @@ def _raise(draft: Draft, participant: Participant, wanted: int, wish: int = 0) -
 
 
 def _most_more(state: State, participant: Participant, gpu: str) -> int:
-    """Return by how much a limit may be raised on a GPU. Beyond a first limit a raise leaves room for one."""
-    first = pool(state, gpu) // FIRST_SHARE
-    own, others = _available(state, participant, gpu)
-    most = _to_be_had(state, participant, gpu)
-    return max(min(most, own + others - first), min(most, first - _size(participant)))
+    """Return by how much a limit may be raised on a GPU.
+
+    Beyond a first limit, a raise for the only account there leaves room for its next participant. Another
+    account's participant gets a limit from its share in any case.
+    """
+    most, first = _to_be_had(state, participant, gpu), pool(state, gpu) // FIRST_SHARE
+    if len(_sums(state, gpu)) > 1:
+        return most
+    return max(most - first, min(most, first - _size(participant)))
 
 
 def _to_be_had(state: State, participant: Participant, gpu: str) -> int:
     """Return by how much a limit can be raised on a GPU, if other limits are lowered for it."""
-    own, others = _available(state, participant, gpu)
-    below = _share(state, gpu) - _sums(state, gpu).get(account_of(state, participant), 0)
-    return own + max(0, min(below, others))
-
-
-def _available(state: State, participant: Participant, gpu: str) -> tuple[int, int]:
-    """Return what its account does not use, and what is free or beyond the shares of other accounts."""
     account = account_of(state, participant)
     own = sum(_unused(m) for m in _others_of(state, participant, gpu))
     surplus = sum(_surplus(state, a, gpu) for a in _sums(state, gpu) if a != account)
-    return own, free(state, gpu) + surplus
+    below = _share(state, gpu) - _sums(state, gpu).get(account, 0)
+    return own + max(0, min(below, free(state, gpu) + surplus))
 
 
 def _room(state: State, participant: Participant, gpu: str) -> int:
