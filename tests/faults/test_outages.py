@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from faultinject.campaigns import check
 from faultinject.campaigns.outages import command
+from tests.support.libcudas import session_libraries
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_no_protected_program_is_lost_while_mpsd_is_dead_or_faults_come_in_a_burst(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """By the seed, mpsd is killed before the first fault."""
+    libraries = session_libraries(tmp_path_factory).for_harness()
+    args = argparse.Namespace(backend="simulated", deaths=1, bursts=1, deadline=200.0, out=None)
+    args.libcuda, args.driver = libraries.proxy, libraries.driver
+    partial: list[dict[str, Any]] = []
+    found = command.run(args, partial.append)
+    (death,), (burst,) = found["outages"], found["bursts"]
+    assert death["killed_s"] < 0 and death["faults"] == 1
+    assert command.judge(death) == "valid"
+    # On a slow machine all clients of a burst may join one domain.
+    assert burst["faults"] >= 1 and (burst["lost"], burst["wrong"], burst["innocent"]) == (0, 0, 0)
+    assert [len(made["bursts"]) for made in partial] == [0, 1]
+    path = tmp_path / "outages.json"
+    path.write_text(json.dumps(found))
+    assert len(check.verdict_lines(path)[0]) == 3 and "| trap | 0.2 | 1 | 1 |" in check.render(path)
 
 
 def outcome(**changes: Any) -> dict[str, Any]:
