@@ -10,7 +10,7 @@ from mpsd.base.errors import NotReadyError, UnsupportedError, UsageError
 from mpsd.base.model import FailoverMode, ProcessInstance
 from mpsd.base.protection import ProtectionLevel
 from mpsd.core.failover import plan
-from mpsd.core.failover.participants import OFFERED, Participant, Standing
+from mpsd.core.failover.participants import OFFERED, Participant, Standing, Turn
 from mpsd.core.state import SERVING, Client, Domain, DomainState, Slot, State
 
 EXCLUSIVE = (
@@ -157,6 +157,12 @@ def require_switchable(state: State, process: ProcessInstance, level: str) -> No
     if not participant.connected:
         raise NotReadyError(
             f"process {pid} has no connection for fail-over at the moment",
+            remedy="repeat the command in a moment",
+        )
+    late = state.has_lost(participant) and participant.standing is not Standing.MOVING
+    if participant.turn is not Turn.NONE or late:
+        raise NotReadyError(
+            f"process {pid} is in a fail-over: its work would be lost",
             remedy="repeat the command in a moment",
         )
     if not participant.switches:

@@ -387,7 +387,6 @@ def _end(draft: Draft, process: ProcessInstance, how: str, *, execed: bool = Fal
         neighbours = draft.users_of(client.id.domain) - {client.facts.uid}
         if neighbours:
             draft.publish("neighbour-ended", None, neighbours, domain=client.id.domain)
-    leases.release_followers(draft, process, draft.now)
     leases.forget_if_done(draft, process)
     for name in {c.id.domain for c in spaces}:
         slots.touch(draft, name)
@@ -412,7 +411,7 @@ def on_work_ended(draft: Draft, event: ev.WorkEnded) -> None:
     client = draft.state.clients.get(event.client)
     if client is None or client.living:
         return
-    leases.release(draft, client)
+    leases.release(draft, client, work_ended=True)
     draft.publish(
         "lease-released",
         client.facts.uid,

@@ -257,9 +257,11 @@ def _check_release(before: State, event: ev.Event, draft: Draft, effect: Release
         return
     if effect.client in draft.state.clients:
         raise InvariantViolation(f"lease of {effect.client} is released while its client is kept")
-    if isinstance(event, ev.DomainStopped) or _has_followed(before, draft, client):
+    if isinstance(event, ev.DomainStopped):
         return
-    if isinstance(event, ev.WorkEnded) and event.client == effect.client:
+    if isinstance(event, ev.WorkEnded) and (
+        event.client == effect.client or _has_followed(before, draft, client)
+    ):
         return
     if isinstance(event, _NEVER_LISTED) and event.domain == client.id.domain:
         participant = before.members.get(client.id.process)

@@ -2,7 +2,8 @@
 
 A participant is a client of several domains, and its work runs in its home alone. When it exits, its other
 contexts are idle, and no sign of their own may ever come: a domain that it left can outlive it. So their
-leases follow the lease of its home, whatever releases that one.
+leases follow the lease of its home, if the end of its work was seen there: that is the end of the process's
+work. They do not follow if the home's domain alone has ended, for the home is the program's own claim.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from mpsd.core.failover.participants import Participant, Standing
 from mpsd.core.state import Client, State
 
 
-def release(draft: Draft, client: Client) -> None:
+def release(draft: Draft, client: Client, *, work_ended: bool = False) -> None:
     """Release the lease of an exited client and forget it, and the leases that follow it.
 
-    Its pin is released with its last address space.
+    `work_ended`: the end of its work was seen. Its pin is released with its last address space.
     """
     draft.emit(ReleaseLease(client.id, client.facts.uid))
     draft.drop_client(client)
     forget_if_done(draft, client.id.process)
-    if client.died is not None and not client.follows:
+    if work_ended and client.died is not None and not client.follows:
         release_followers(draft, client.id.process, client.died)
 
 

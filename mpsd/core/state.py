@@ -23,7 +23,7 @@ from mpsd.base.model import (
     ZonePolicy,
 )
 from mpsd.base.protection import ProtectionLevel
-from mpsd.core.failover.participants import FailoverRecord, Participant, Standing
+from mpsd.core.failover.participants import FailoverRecord, Participant
 from mpsd.core.faults.records import Evidence, FaultRecord, LoggedProcess, UnconfirmedFault
 
 
@@ -431,16 +431,13 @@ class State:
     def is_unused(self, client: Client) -> bool:
         """Return whether this living client of a faulted domain has launched nothing, and so loses nothing.
 
-        A participant that may still move is none. Nor is a client of a slot with one server at a time, which
-        waits for the end of each client's process.
+        A participant is none: it may still move, or be told to later. Nor is a client of a slot with one
+        server at a time, which waits for the end of each client's process.
         """
         domain = self.domains[client.id.domain]
         if not client.unused or not client.living or self.slots[domain.slot].exclusive:
             return False
-        participant = self.members.get(client.id.process)
-        may_move = participant is not None and participant.connected and participant.excess is None
-        stays = participant is not None and participant.standing in (Standing.LEFT_BEHIND, Standing.UNREADY)
-        return domain.state is DomainState.FAULTED and (stays or not may_move)
+        return domain.state is DomainState.FAULTED and client.id.process not in self.members
 
     def has_lost(self, participant: Participant) -> bool:
         """Return whether this participant's contexts in its home domain are dead.

@@ -597,7 +597,10 @@ class Play:
         living = (p for p in self.programs.values() if p.alive)
         homes = {p.lives for p in living if not (p.idles and p.lives in faulted)}
         if self.ends:
-            found += [f"the lease of {c.id} is left over" for c in state.clients.values() if not c.living]
+            # Where the home was lost, the other leases stay until their domains have no living client.
+            ended = (c for c in state.clients.values() if not c.living)
+            alone = (c for c in ended if not any(state.living_of(c.id.domain)))
+            found += [f"the lease of {c.id} is left over" for c in alone]
         for domain in state.domains.values():
             if domain.state not in IN_USE and domain.id not in homes and not self._waits_there(domain.id):
                 found.append(f"{domain.id} is left over, {domain.state}")

@@ -14,8 +14,8 @@ from faultinject.programs.pairing import bypass
 from mpsd.base.errors import UnsupportedError
 
 AT = 0x7F00_1234_5670
-X86 = bytes.fromhex("f30f1efa ff25 10000000") + bytes(6)
-X86_BACK = bytes.fromhex("f30f1efa ff25 eeffffff") + bytes(6)
+X86 = bytes.fromhex("55 4889e5 5d ff25 10000000") + bytes(5)
+X86_BACK = bytes.fromhex("55 4889e5 5d ff25 eeffffff") + bytes(5)
 # From an assembler: hint #34; adrp x16, 0x12345000 (and -0x5000); ldr x16, [x16, #0x678] (and #0x7ff8); br
 # x16.
 ARM = bytes.fromhex("5f2403d5 301a09b0 103e43f9 00021fd6")
@@ -26,8 +26,8 @@ ARM_BACK = bytes.fromhex("5f2403d5 d0fffff0 10fe7ff9 00021fd6")
     ("machine", "code", "at", "slot"),
     [
         ("x86_64", X86, AT, None),
-        ("x86_64", X86, AT + 6, AT + 6 + 10 + 0x10),
-        ("x86_64", X86_BACK, AT, AT + 10 - 0x12),
+        ("x86_64", X86, AT + 5, AT + 5 + 11 + 0x10),
+        ("x86_64", X86_BACK, AT + 7, AT + 7 + 11 - 0x12),
         ("aarch64", ARM, AT, 0x7F00_1234_5000 + 0x1234_5000 + 0x678),
         ("aarch64", ARM_BACK, AT, 0x7F00_1234_5000 - 0x5000 + 0x7FF8),
         # The page is that of the second instruction, which is on the next page here.

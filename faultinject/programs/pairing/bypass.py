@@ -106,8 +106,8 @@ VARIANTS = ("", "_ptsz", "_ptds")
 """Of each name, where both libraries export it."""
 
 STUB_BYTES = 16
-_X86 = struct.Struct("<6si")
-_X86_BEGIN = bytes.fromhex("f30f1efa ff25")
+_X86 = struct.Struct("<7si")
+_X86_BEGIN = bytes.fromhex("55 4889e5 5d ff25")
 _ARM = struct.Struct("<4I")
 _HINT, _ADRP, _LDR, _BR = 0xD503245F, 0x90000010, 0xF9400210, 0xD61F0200
 _ADRP_BITS, _LDR_BITS = 0x9F00001F, 0xFFC003FF
@@ -131,7 +131,7 @@ def slot_of(code: bytes, at: int, machine: str) -> int:
 
 
 def _x86_slot(code: bytes, at: int) -> int | None:
-    """endbr64; jmp *offset(%rip). None: it is something else."""
+    """push %rbp; mov %rsp, %rbp; pop %rbp; jmp *offset(%rip). None: it is something else."""
     begin, offset = _X86.unpack_from(code)
     return at + _X86.size + int(offset) if begin == _X86_BEGIN else None
 

@@ -58,8 +58,9 @@ def is_trial(domain: Domain) -> bool:
 def waits_for_trial(state: State, participant: Participant) -> bool:
     """Return whether the participant holds its calls until it can replay in a trial domain."""
     home = state.domains.get(participant.home or "")
-    is_there = home is not None and home.trial == participant.process
-    waits = participant.turn is Turn.WAITS and participant.connected and not is_there
+    if home is None or home.trial == participant.process:
+        return False
+    waits = participant.turn is Turn.WAITS and participant.connected
     return waits and is_suspect(participant) and not participant.untried
 
 
@@ -80,6 +81,9 @@ def named_by_trial(state: State, domain: Domain, now: float, first: float) -> li
     if participant is None or participant.home != domain.id or participant.turn is not Turn.HAS:
         return []
     alone = not domain.may_lack_clients and processes_with_work(state, domain, now) <= {participant.process}
+    # Which contexts are idle is a claim of their programs, and another user's claim counts for nothing here.
+    here = {c.facts.uid for c in state.clients_of(domain.id) if c.id.process != participant.process}
+    alone = alone and here <= {participant.uid}
     return [participant.process] if alone and participant.since <= first else []
 
 
@@ -99,7 +103,10 @@ def clear(draft: Draft, process: ProcessInstance) -> None:
 
 def without_trial(state: State, slot: str) -> list[Participant]:
     """Return the suspects in a slot that may have a trial domain and have none yet."""
-    if sum(d.slot == slot and is_trial(d) for d in state.domains.values()) >= TRIALS_MOST:
+    trials = [d for d in state.domains.values() if d.slot == slot and d.trial is not None and is_trial(d)]
+    suspects = [state.members.get(d.trial) for d in trials if d.trial is not None]
+    under_way = [m for m in suspects if m is not None and m.turn is not Turn.NONE]
+    if len(under_way) >= TRIALS_MOST:
         return []
     waiting = [m for m in state.members.values() if waits_for_trial(state, m)]
     here = [m for m in waiting if state.domains[m.home or ""].slot == slot]
@@ -107,8 +114,18 @@ def without_trial(state: State, slot: str) -> list[Participant]:
 
 
 def is_reserved(state: State, slot: str) -> bool:
-    """Return whether the slot's next standby domain is to become a trial domain."""
-    return bool(without_trial(state, slot))
+    """Return whether the slot's next standby domain is to become a trial domain, and can."""
+    return bool(without_trial(state, slot)) and not is_occupied(state, state.slots[slot].spare)
+
+
+def is_occupied(state: State, name: str | None) -> bool:
+    """Return whether a standby domain cannot become a trial domain: programs moved there without mpsd."""
+    domain = state.domains.get(name or "")
+    if domain is None:
+        return False
+    return domain.may_lack_clients or any(
+        not (c.waited or state.is_standby_context(c)) for c in state.clients_of(domain.id)
+    )
 
 
 def may_join(state: State, participant: Participant, now: float) -> bool:

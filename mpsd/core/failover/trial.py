@@ -64,6 +64,9 @@ def _is_needed(state: State, domain: Domain) -> bool:
         # It may work there, and says so when it has connected again.
         return any(c.living and c.id.domain == domain.id for c in state.spaces_of(participant.process))
     is_coming = participant.standing is Standing.MOVING and participant.generation == domain.generation
+    if participant.home == domain.id and participant.turn is Turn.NONE and participant.excess is not None:
+        # It has replayed, and moves no more: it works here until it ends.
+        return False
     return participant.home == domain.id or is_coming or suspects.waits_for_trial(state, participant)
 
 

@@ -163,7 +163,8 @@ def became_active(draft: Draft, domain: Domain) -> None:
 def recovered(draft: Draft, domain: Domain) -> None:
     """Reuse a faulted domain with an ACTIVE server, if its slot still leads to it and it has no client."""
     slot = draft.state.slots[domain.slot]
-    idle = not draft.state.adopting and not any(draft.state.living_of(domain.id))
+    here = (c for c in draft.state.clients_of(domain.id) if not draft.state.is_standby_context(c))
+    idle = not draft.state.adopting and not any(client.living for client in here)
     if idle and slot.active == domain.id:
         domains.move(draft, domain.id, DomainTrigger.RECOVERED)
         draft.publish("domain-active", domain.uid, domain=domain.id, slot=slot.id)
