@@ -6,6 +6,7 @@
 #include "exact/copier.h"
 #include "exact/shelf.h"
 #include "exact/state.h"
+#include "failover/embedded.h"
 #include "failover/graph.h"
 
 #define FEW 4u			/* attributes of a launch */
@@ -82,7 +83,7 @@ static inline CUresult launch_plain(const struct mpsd_op *op, CUstream stream, v
 				    c->blockDimY, c->blockDimZ, c->sharedMemBytes, stream, parameters, extra);
 }
 
-static CUresult launch(const struct mpsd_op *op, CUstream stream, bool alone)
+static CUresult launch_as_it_is(const struct mpsd_op *op, CUstream stream, bool alone)
 {
 	const CUlaunchConfig *c = &op->launch.config;
 	CUfunction function = mpsd_native(op->launch.function);
@@ -98,6 +99,21 @@ static CUresult launch(const struct mpsd_op *op, CUstream stream, bool alone)
 	if (!op->launch.is_plain)
 		return launch_with(op, stream, extra, alone);
 	return launch_plain(op, stream, extra ? NULL : op->launch.parameters, extra);
+}
+
+static CUresult launch(const struct mpsd_op *op, CUstream stream, bool alone)
+{
+	struct mpsd_op *here;
+	CUresult result;
+
+	if (!mpsd_embedded_are_other())
+		return launch_as_it_is(op, stream, alone);
+	here = mpsd_embedded_launch(op, NULL);
+	if (!here)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	result = launch_as_it_is(here, stream, alone);
+	mpsd_op_free(here);
+	return result;
 }
 
 static CUresult copy_now(const struct mpsd_op *op)

@@ -9,6 +9,7 @@
 #include "exact/params.h"
 #include "exact/state.h"
 #include "failover/line.h"
+#include "failover/embedded.h"
 #include "failover/nodes.h"
 
 #define NOT_FOLLOWED "a captured graph that was changed in a way that is not tracked"
@@ -213,7 +214,9 @@ static bool take(struct mpsd_made *made, struct mpsd_graph *captured)
 {
 	struct mpsd_graph *graph;
 
-	if (made->graph && !made->graph->count) {
+	/* With handles of conditional nodes its nodes are wanted: kernels have those among their parameters. */
+	if (made->graph && !made->graph->count && !made->graph->conditions_count &&
+	    !atomic_load(&mpsd_embedded_conditions)) {
 		mpsd_made_regraph(made, mpsd_graph_hold(captured));
 		return true;
 	}

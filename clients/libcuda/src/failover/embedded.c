@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "exact/params.h"
 #include "exact/state.h"
 #include "failover/line.h"
 
@@ -267,4 +268,18 @@ bool mpsd_embedded_note(CUgraphNode name, struct mpsd_embedded *embedded, const 
 	for (unsigned int i = 0; i < embedded->size && is; i++)
 		is = note_body(of, natives[i], &embedded->names[i], moves);
 	return is;
+}
+
+struct mpsd_op *mpsd_embedded_launch(const struct mpsd_op *op, const struct mpsd_pairs *conditions)
+{
+	struct mpsd_op *made = mpsd_params_copy(op);
+
+	for (size_t at = 0; made && at + sizeof(uint64_t) <= made->launch.bytes; at += sizeof(uint64_t)) {
+		uint64_t word;
+
+		memcpy(&word, made->launch.buffer + at, sizeof(word));
+		word = mpsd_embedded_word(word, conditions);
+		memcpy(made->launch.buffer + at, &word, sizeof(word));
+	}
+	return made;
 }

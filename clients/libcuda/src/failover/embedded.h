@@ -54,3 +54,13 @@ uint64_t mpsd_embedded_word(uint64_t word, const struct mpsd_pairs *conditions);
 
 /* How many handles of conditional nodes there have been. */
 extern atomic_uint mpsd_embedded_conditions;
+
+/* Whether parameters of kernels may have handles of another copy. */
+static inline bool mpsd_embedded_are_other(void)
+{
+	return __builtin_expect(atomic_load_explicit(&mpsd_embedded_conditions, memory_order_relaxed) != 0, 0) &&
+	       mpsd_tables()->moves;
+}
+
+/* A copy of it in which handles of conditional nodes are those of this copy. NULL: no memory. */
+struct mpsd_op *mpsd_embedded_launch(const struct mpsd_op *op, const struct mpsd_pairs *conditions);

@@ -35,29 +35,14 @@ static CUresult give_launch(const struct mpsd_node *node, const struct mpsd_op *
 	return inner_cuGraphAddKernelNode_v2(&place->node, place->graph, place->after, node->count, &given);
 }
 
-/* A copy of it in which handles of conditional nodes are those of this copy. NULL: no memory. */
-static struct mpsd_op *with_conditions(const struct mpsd_op *op, const struct mpsd_pairs *conditions)
-{
-	struct mpsd_op *made = mpsd_params_copy(op);
-
-	for (size_t at = 0; made && at + sizeof(uint64_t) <= made->launch.bytes; at += sizeof(uint64_t)) {
-		uint64_t word;
-
-		memcpy(&word, made->launch.buffer + at, sizeof(word));
-		word = mpsd_embedded_word(word, conditions);
-		memcpy(made->launch.buffer + at, &word, sizeof(word));
-	}
-	return made;
-}
-
 static CUresult give_kernel(const struct mpsd_node *node, struct mpsd_node_place *place)
 {
 	struct mpsd_op *op;
 	CUresult result;
 
-	if (!mpsd_tables()->moves || !atomic_load(&mpsd_embedded_conditions))
+	if (!mpsd_embedded_are_other())
 		return give_launch(node, node->op, place);
-	op = with_conditions(node->op, place->conditions);
+	op = mpsd_embedded_launch(node->op, place->conditions);
 	if (!op)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	result = give_launch(node, op, place);

@@ -458,7 +458,8 @@ static void *run(void *unused)
 	int pause_ms = FIRST_PAUSE_MS, ended = 0;
 
 	(void)unused;
-	while (!atomic_load(&off) && ended < LAST_TRIES && mode != MPSD_FAILOVER_OFF) {
+	/* With a standby context it stays: a program whose daemon ends again and again moves there by itself. */
+	while (!atomic_load(&off) && (ended < LAST_TRIES || atomic_load(&ready)) && mode != MPSD_FAILOVER_OFF) {
 		uint64_t began = mpsd_now_ns();
 		int fd = mpsd_connect(mpsd_wish()->path, SEND_S, 0);
 

@@ -151,10 +151,15 @@ static CUresult put_node(const struct mpsd_node *node, CUgraph graph, CUgraphNod
 
 static CUresult make_child(const struct mpsd_node *node, CUgraph *child, struct mpsd_put *put)
 {
+	struct mpsd_put scratch = { 0 };
 	CUresult result;
 
-	if (node->child)
-		return mpsd_graph_make(node->child, child, NULL, NULL);
+	/* The node copies it, so no name of the program's leads into it. */
+	if (node->child) {
+		result = mpsd_graph_make(node->child, child, NULL, &scratch);
+		mpsd_put_forget(&scratch);
+		return result;
+	}
 	if (!node->embedded || !node->embedded->is_moved)
 		return CUDA_SUCCESS;
 	result = real_cuGraphCreate(child, 0);
