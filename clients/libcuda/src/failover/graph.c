@@ -287,7 +287,8 @@ CUresult make_cuStreamBeginCaptureToGraph(CUstream hStream, CUgraph hGraph, cons
 	struct mpsd_session *session;
 
 	if (!hGraph || (numDependencies && !dependencies))
-		return CUDA_ERROR_INVALID_VALUE;
+		return mpsd_answered(real_cuStreamBeginCaptureToGraph(mpsd_native(hStream), mpsd_native(hGraph), NULL, NULL,
+								      numDependencies, mode));
 	session = new_session(hStream);
 	if (session)
 		session->into = hGraph;

@@ -61,11 +61,13 @@ CUresult make_cuGraphExecUpdate(CUgraphExec hGraphExec, CUgraph hGraph, CUgraphN
 /* What the older ones write into `logBuffer` is a text that nobody has to have. */
 static CUresult instantiate(CUgraphExec *exec, CUgraph graph, CUgraphNode *error, char *log, size_t size)
 {
-	if (error)
+	CUresult result = make_cuGraphInstantiateWithFlags(exec, graph, 0);
+
+	if (result == CUDA_SUCCESS && error)
 		*error = NULL;
-	if (log && size)
+	if (result == CUDA_SUCCESS && log && size)
 		*log = 0;
-	return make_cuGraphInstantiateWithFlags(exec, graph, 0);
+	return result;
 }
 
 CUresult make_cuGraphInstantiate(CUgraphExec *phGraphExec, CUgraph hGraph, CUgraphNode *phErrorNode, char *logBuffer,

@@ -538,6 +538,8 @@ CUresult make_cuGraphExecNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode
 CUresult make_cuGraphExecHostNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
 					   const CUDA_HOST_NODE_PARAMS *nodeParams)
 {
+	if (!nodeParams || !nodeParams->fn)
+		return mpsd_answered(inner_cuGraphExecHostNodeSetParams(hGraphExec, hNode, nodeParams));
 	CHANGE(host(nodeParams, before.op, &node), NULL,
 	       inner_cuGraphExecHostNodeSetParams(hGraphExec, hNode, nodeParams));
 }
@@ -551,12 +553,16 @@ CUresult make_cuGraphExecBatchMemOpNodeSetParams(CUgraphExec hGraphExec, CUgraph
 
 CUresult make_cuGraphExecEventRecordNodeSetEvent(CUgraphExec hGraphExec, CUgraphNode hNode, CUevent of)
 {
+	if (!of)
+		return mpsd_answered(inner_cuGraphExecEventRecordNodeSetEvent(hGraphExec, hNode, of));
 	CHANGE(event(of, MPSD_OP_RECORD, before.op, &node), NULL,
 	       inner_cuGraphExecEventRecordNodeSetEvent(hGraphExec, hNode, of));
 }
 
 CUresult make_cuGraphExecEventWaitNodeSetEvent(CUgraphExec hGraphExec, CUgraphNode hNode, CUevent of)
 {
+	if (!of)
+		return mpsd_answered(inner_cuGraphExecEventWaitNodeSetEvent(hGraphExec, hNode, of));
 	CHANGE(event(of, MPSD_OP_WAIT, before.op, &node), NULL,
 	       inner_cuGraphExecEventWaitNodeSetEvent(hGraphExec, hNode, of));
 }
