@@ -9,7 +9,7 @@
 #include "exact/undo.h"
 #include "failover/line.h"
 
-/* By the thread of line.c. -1: no daemon is told; of LEAVES by order it is told on the second one. */
+/* By the thread of line.c: the connection for budgets, and that for LEAVES after GUARD. -1: the daemon does not know them. */
 static int told_line = -1, ordered_line = -1;
 static struct {
 	uint64_t held, wanted;

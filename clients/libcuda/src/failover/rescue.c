@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 /*
- * A daemon that lives reads what it is told at once. So one is silent while it has not read what this program has said,
+ * A living daemon reads messages at once. So a daemon is silent while it has not read what this program has said,
  * and a program that hears nothing of a silent or dead one moves into the standby that it holds. A daemon that has read
  * of the loss and says nothing moves nobody: the error is the program's own, and it gets it.
  */
@@ -55,7 +55,7 @@ static bool is_lost(void)
 	return true;
 }
 
-/* Once it has heard of the loss it has time from there on, whatever it is told later. */
+/* Once the daemon has read of the loss its time runs, whatever the program says later. */
 static void look(int line)
 {
 	if (line < 0)
