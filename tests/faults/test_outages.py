@@ -41,6 +41,7 @@ def outcome(**changes: Any) -> dict[str, Any]:
         "kind": "trap",
         "killed_s": 0.1,
         "away_s": 0.2,
+        "faulted": 1,
         "faults": 1,
         "told": 0,
         "lost": 0,
@@ -61,8 +62,8 @@ def outcome(**changes: Any) -> dict[str, Any]:
         (outcome(told=1), "invalid: 1 programs met an error"),
         (outcome(wrong=1), "invalid: 1 programs saw wrong results"),
         (outcome(innocent=1), "invalid: mpsd named 1 innocent programs"),
-        (outcome(faults=0), "unknown: the fault had no effect"),
-        (outcome(killed_s=None, faults=1), "unknown: of the burst one fault had an effect"),
+        (outcome(faulted=0), "unknown: the fault had no effect"),
+        (outcome(killed_s=None, faulted=1), "unknown: of the burst one fault had an effect"),
         (outcome(problem="no answer"), "invalid: no answer"),
     ],
 )
@@ -72,7 +73,7 @@ def test_a_fault_is_judged_by_the_protected_programs(row: dict[str, Any], says: 
 
 def test_rows_are_grouped_by_kind_and_time_without_mpsd() -> None:
     outages = [outcome(), outcome(pause=60.0), outcome(kind="store", away_s=1.0, lost=1, errors=["gone"])]
-    bursts = [outcome(killed_s=None, away_s=None, faults=5)]
+    bursts = [outcome(killed_s=None, away_s=None, faulted=5, faults=5)]
     rows = command.table({"outages": outages, "bursts": bursts})
     assert [row[:5] for row in rows[1:]] == [
         ["1", "trap", "0.2", "2", "2"],

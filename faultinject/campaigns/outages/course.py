@@ -29,14 +29,16 @@ class Outcome:
     """One fault, or one burst of them.
 
     kind: of the faults. killed_s: from the order to fault until mpsd was killed; negative: before; None: it
-    was not. away_s: until mpsd was started again. faults: fail-overs that mpsd recorded. told: protected
-    programs that met an error and ran on; lost, wrong: the same with those. innocent: programs that a record
-    names. pause: the longest step of a program [ms].
+    was not. away_s: until mpsd was started again. faulted: offenders that met an error or were killed.
+    faults: fail-overs that mpsd recorded; one that died at that moment records none. told: protected programs
+    that met an error and ran on; lost, wrong: the same with those. innocent: programs that a record names.
+    pause: the longest step of a program [ms].
     """
 
     kind: str
     killed_s: float | None = None
     away_s: float | None = None
+    faulted: int = 0
     faults: int = 0
     told: int = 0
     lost: int = 0
@@ -125,8 +127,8 @@ class Outages(Rounds):
 
     def _collect_outcome(self, outcome: Outcome, offenders: list[Worker], at: float) -> None:
         before = self._seen_failovers
-        for offender in offenders:
-            offender.wait("outcome", "gone", timeout=self._left(FAULT_S))
+        met = [offender.wait("outcome", "gone", timeout=self._left(FAULT_S)) for offender in offenders]
+        outcome.faulted = sum(m is not None and (m.what == "gone" or m.data["code"] != 0) for m in met)
         time.sleep(SETTLE_S)
         self._await_settled()
         outcome.faults = len({record["domain"] for record in self._failovers_since(before + 1)})

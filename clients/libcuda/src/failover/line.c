@@ -46,6 +46,7 @@ static uint32_t mode;		/* wished; then granted */
 
 static atomic_int line = -1, wake = -1;
 static atomic_bool off, ready, given_up, woken, behind;
+static bool welcomed;		/* on this connection */
 static atomic_uint_least64_t comes_until_ns;	/* after a move, the next standby */
 static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER;	/* the thread calls a copy */
 static uint64_t generation;	/* of the standby that there is, or that was asked for; 0: none */
@@ -298,6 +299,7 @@ static bool obey(const struct mpsd_failover_message *order)
 		return false;
 	switch ((int)order->kind) {
 	case MPSD_FAILOVER_WELCOME:
+		welcomed = true;
 		mode = order->mode;
 		mpsd_standby_lazy(order->values[0] != 0);
 		mpsd_room_may_ask(order->values[1] != 0);
@@ -458,12 +460,15 @@ static void *run(void *unused)
 	int pause_ms = FIRST_PAUSE_MS, ended = 0;
 
 	(void)unused;
-	/* With a standby context it stays: a program whose daemon ends again and again moves there by itself. */
+	/*
+	 * A daemon may end again and again soon after its start. Give up only on one that closes connections without a
+	 * welcome, and only without a standby context: with one the program moves there by itself.
+	 */
 	while (!atomic_load(&off) && (ended < LAST_TRIES || atomic_load(&ready)) && mode != MPSD_FAILOVER_OFF) {
-		uint64_t began = mpsd_now_ns();
 		int fd = mpsd_connect(mpsd_wish()->path, SEND_S, 0);
 
 		if (fd >= 0) {
+			welcomed = false;
 			atomic_store(&line, fd);
 			mpsd_rescue_connected();
 			mpsd_line_wake();
@@ -474,7 +479,7 @@ static void *run(void *unused)
 			mpsd_room_may_ask(false);
 			mpsd_left_may_tell(-1);
 			mpsd_budgets_line_ended();
-			ended = mpsd_now_ns() - began > 1000000000u ? 0 : ended + 1;
+			ended = welcomed ? 0 : ended + 1;
 			pause_ms = FIRST_PAUSE_MS;
 		}
 		wait_without_line(pause_ms);
