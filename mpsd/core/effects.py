@@ -268,8 +268,8 @@ class ArmTimer:
 class Welcome:
     """Tell a program its mode of fail-over. After OFF it gets no further commands.
 
-    `time_budget`: thousandths of an epoch that saving may add; None: it has no budgets. `switches`: it knows
-    the order to leave fail-over, so it hears that mpsd knows its answer.
+    `time_budget`: thousandths of an epoch that saving may add, 0: any; None: it has no budgets. `switches`:
+    it knows the order to leave fail-over, so it hears that mpsd knows its answer.
     """
 
     process: ProcessInstance

@@ -9,9 +9,10 @@ import structlog
 
 from mpsd.base.conditions import Code, Condition
 from mpsd.base.model import Gpu, GuardClass
+from mpsd.base.protection import ProtectSetting
 from mpsd.clients import attach
 from mpsd.config.schema import Config, GuardSetting, StartSetting, VaultSettings
-from mpsd.core.state import Policy
+from mpsd.core.state import TIME_BUDGET, Policy
 from mpsd.core.vault import Limits, Quota
 from mpsd.daemon.protection import NodeProtection
 from mpsd.gpu.base import Backend
@@ -45,6 +46,8 @@ def policy_of(config: Config, backend: Backend, protection: NodeProtection, gpus
         gpus_without_failover=protection.gpus_without_failover,
         gpu_memory=MappingProxyType({gpu.uuid: gpu.memory_bytes for gpu in gpus}),
         standby_contexts=config.failover.standby_contexts,
+        # Whoever asks for fail-over by name wants it at its price.
+        time_budget=0 if config.protect is ProtectSetting.FAILOVER else TIME_BUDGET,
         moves_per_minute=config.failover.per_minute,
         move_wait_s=config.failover.answer_s,
         standby_linger_s=config.failover.linger_s,

@@ -22,6 +22,7 @@ from faultinject.rig.node import Node, open_simulated_node, without_settings
 from faultinject.rig.rig import Rig
 from faultinject.rig.worker import Worker
 from mpsd.base.errors import UsageError
+from mpsd.base.protection import ProtectSetting
 from tests.support.libcudas import session_libraries
 from tests.support.long import of
 
@@ -50,8 +51,9 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def test_no_program_is_lost_that_status_called_protected(libraries: Libraries, tmp_path: Path) -> None:
     kinds = of(["store", "trap", "server_death", "zone_past_end"], ["trap", "zone_past_end"])
     args = argparse.Namespace(
-        backend="simulated", programs=PROGRAMS, kinds=kinds, deadline=DEADLINE_S, out=None
+        backend="simulated", programs=PROGRAMS, kinds=kinds, deadline=DEADLINE_S, out=None, faults=1
     )
+    args.protect = ProtectSetting.AUTO
     args.libcuda, args.driver = libraries.proxy, libraries.driver
     partial: list[dict[str, Any]] = []
     found = command.Run(args, partial.append).run()

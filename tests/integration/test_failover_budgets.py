@@ -9,7 +9,8 @@ import pytest
 
 from mpsd.api.protectionview import READS
 from mpsd.base.conditions import Code
-from mpsd.core.failover.budgets import FIRST_SHARE, POOL_SHARE, TIME_BUDGET
+from mpsd.core.failover.budgets import FIRST_SHARE, POOL_SHARE
+from mpsd.core.state import TIME_BUDGET
 from mpsd.ctl import failovertext
 from mpsd.ctl.statustext import status as status_text
 from mpsd.ctl.style import Style
@@ -19,6 +20,7 @@ from tests.integration.test_daemon_failover import SETTINGS, failovers, said, so
 from tests.support.conditioning import rows_of
 from tests.support.site import Program, Site
 
+AUTO = {**SETTINGS, "protect": '"auto"'}
 MIB = 1 << 20
 TOO_LARGE = f"'LEAVES', values=(2, {700 * MIB}, {300 * MIB}), text='one step saves 700 MiB'"
 TOO_SLOW = "'LEAVES', values=(1, 58, 100, 30, 1), text='saving adds 58 % to an epoch'"
@@ -27,7 +29,7 @@ LARGE, SLOW = "needs 700 MiB, has 300", "saving would slow it by 58 %, the budge
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with Site(**SETTINGS) as started:
+    with Site(**AUTO) as started:
         yield started.start()
 
 
@@ -45,6 +47,13 @@ def ready(site: Site) -> Program:
     assert said(program, "fo.prepare()")[0] == "STANDBY"
     until_protected(site, program, "failover", "")
     return program
+
+
+def test_the_operator_who_asks_for_failover_sets_no_limit_of_time() -> None:
+    with Site(**SETTINGS) as started:
+        program = started.start().join()
+        said(program, f"failover({socket_of(started)!r}, 'exact', True)")
+        assert said(program, "fo.values")[4:] == [HEARS_BUDGETS | HEARS_EXPOSED, 0]
 
 
 def pool(site: Site) -> int:
@@ -148,7 +157,7 @@ def until_left(site: Site, large: Program, slow: Program) -> Mapping[str, Any]:
 
 
 def test_a_gpu_has_no_more_standby_contexts_than_configured() -> None:
-    with Site(**SETTINGS, failover__standby_contexts="1") as site:
+    with Site(**AUTO, failover__standby_contexts="1") as site:
         site.start()
         first, second = ready(site), joined(site)
         status = until_protected(site, second, "guard", "GPU 0 already has its limit of 1 standby context")

@@ -15,7 +15,8 @@ import pytest
 
 from mpsd.api.protectionview import READS
 from mpsd.base.conditions import Code
-from mpsd.core.failover.budgets import FIRST_SHARE, POOL_SHARE, TIME_BUDGET
+from mpsd.core.failover.budgets import FIRST_SHARE, POOL_SHARE
+from mpsd.core.state import TIME_BUDGET
 from tests.support.conditioning import rows_of
 from tests.support.libcudas import DEADLINE_S, MPSD_RUN, PATHS, PROGRAMS, Libraries
 from tests.support.site import Site, Status
@@ -28,7 +29,7 @@ SLOW = {"MPSD_STANDIN_MEMORY_CLOCK": "1000", "MPSD_STANDIN_BUS_WIDTH": "420"}
 @pytest.fixture
 def site(libraries: Libraries) -> Iterator[Site]:
     driver = f'"{libraries.real}"'
-    with Site(protect='"failover"', failover__driver=driver) as started:
+    with Site(protect='"auto"', failover__driver=driver) as started:
         yield started.start()
 
 

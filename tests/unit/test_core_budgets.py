@@ -11,9 +11,9 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.failover import budgets
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.budgets import FIRST_SHARE, POOL_SHARE, SETTLE, TIME_BUDGET
+from mpsd.core.failover.budgets import FIRST_SHARE, POOL_SHARE, SETTLE
 from mpsd.core.failover.participants import Excess, Outcome, SavingCost, SnapshotLimit, Standing
-from mpsd.core.state import DomainState, Policy
+from mpsd.core.state import TIME_BUDGET, DomainState, Policy
 from tests.support.core import GPU, UID, facts, process
 from tests.unit.test_core_failover import Site
 

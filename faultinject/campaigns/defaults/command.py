@@ -22,6 +22,7 @@ from faultinject.rig.libraries import find_libraries
 from faultinject.rig.node import open_node, without_settings
 from faultinject.rig.rig import Rig
 from mpsd.base.errors import MpsdError, UsageError
+from mpsd.base.protection import ProtectSetting
 
 PROGRAMS = {
     "nvidia": ("compiled", "generate_llama", "mixed", "cupy_arrays", "bindings_weights"),
@@ -61,7 +62,9 @@ class Run:
             self._node = open_node(args.backend, Path(base))
             try:
                 history, node = History(), without_settings(self._node)
-                rig = Rig(node, AUTO, history, settings=OFTEN, logs_to=args.out, libraries=libraries)
+                rig = Rig(
+                    node, AUTO, history, settings=self._settings(), logs_to=args.out, libraries=libraries
+                )
                 with history, rig:
                     self._found["settings"] = rig.mpsd.setting_names()
                     try:
@@ -73,11 +76,16 @@ class Run:
                 self._node.close()
         return self.report()
 
+    def _settings(self) -> dict[str, str]:
+        wanted = self._args.protect
+        return OFTEN | ({} if wanted is ProtectSetting.AUTO else {"protect": f'"{wanted.value}"'})
+
     def _faults(self, rounds: DefaultRounds) -> None:
-        rounds.record_reference(len(self._args.kinds))
+        kinds = [kind for kind in self._args.kinds for _ in range(self._args.faults)]
+        rounds.record_reference(len(kinds))
         rounds.start()
         self._found["level"], self._found["why"] = rounds.node_level()
-        for kind in self._args.kinds:
+        for kind in kinds:
             fault = rounds.inject(kind, self._args.deadline)
             self._found["faults"].append(asdict(fault))
             self._deliver_partial({**self.report(), "problem": ENDED_EARLY})
@@ -88,6 +96,8 @@ class Run:
         args, device = self._args, (self._node.device, self._node.driver)
         words = ["mpsd-faultinject", "defaults", "--backend", args.backend]
         words += ["--programs", ",".join(args.programs), "--kinds", ",".join(args.kinds)]
+        words += ["--faults", str(args.faults)] if args.faults > 1 else []
+        words += [] if args.protect is ProtectSetting.AUTO else ["--protect", args.protect.value]
         return {
             **schema.envelope(reports.KIND, reports.SCHEMA_VERSION, device, args.backend, self._date, words),
             "leftovers": list(self._leftovers),
@@ -137,4 +147,12 @@ def add_parser(commands: Any, types: Any) -> None:
     parser.add_argument("--kinds", type=types.names, default=list(KINDS), help=f"of: {', '.join(KINDS)}")
     help_text = "started by mpsd-run and by mpsd-ctl env in turn (default: by the backend)"
     parser.add_argument("--programs", type=types.names, default=[], help=help_text)
+    parser.add_argument("--faults", type=types.number(1, 100), default=1, help="of each kind (default: 1)")
+    parser.add_argument(
+        "--protect",
+        type=ProtectSetting,
+        choices=list(ProtectSetting),
+        default=ProtectSetting.AUTO,
+        help="the setting of the node (default: auto, without a line in the configuration)",
+    )
     parser.set_defaults(go=_run_command)

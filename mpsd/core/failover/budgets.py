@@ -40,9 +40,6 @@ POOL_SHARE = 8
 """Divisor of a GPU's memory that gives its pool."""
 FIRST_SHARE = 16
 """Divisor of the pool that gives a first limit."""
-TIME_BUDGET = 25
-"""Thousandths of an epoch that saving may add. A program that exceeds them leaves by itself. With the proxy's
-own calls a program takes at most 3 % longer."""
 
 SETTLE, SETTLE_S = "failover-buffers", 10.0
 """Timer [s]: a participant that has connected again and has not said what it holds by then holds nothing."""

@@ -34,7 +34,8 @@ def on_came(draft: Draft, event: mev.MemberCame) -> None:
     most = _most(draft, event.process, event.uid)
     mode = min(event.mode, most, key=_ORDER.index)
     keeps = event.budgets and mode is FailoverMode.EXACT
-    draft.emit(Welcome(event.process, mode, budgets.TIME_BUDGET if keeps else None, event.switches))
+    budget = draft.state.policy.time_budget if keeps else None
+    draft.emit(Welcome(event.process, mode, budget, event.switches))
     if mode is FailoverMode.OFF:
         # Mode off: the program is no participant, whatever it said before.
         on_left(draft, mev.MemberLeft(event.process))
