@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from tests.support.simnode import Domain
 
 __all__ = ["backend", "copies", "domain", "gate", "kept", "post", "second", "third"]
 IN_TURN = 2
-SOON, NEVER = "100", "60000"
+SOON, LATE, NEVER = "100", "3000", "60000"
+LATE_S = 2.4
+"""Beyond the 2 s for which a daemon that has read of the loss may think, and before the rescue."""
 
 
 @pytest.fixture
@@ -105,6 +108,21 @@ def test_a_daemon_that_reads_nothing_is_as_good_as_none_and_learns_of_the_move_l
     while said.kind != moving.MOVED:
         said = line.hear(moving.OWN_ERROR, moving.DONE, moving.MOVED)
     assert (said.generation, said.values[5]) == (1, 0)
+
+
+@pytest.mark.parametrize("ask", [LATE], indirect=True)
+def test_a_daemon_that_connects_late_has_its_own_time_to_answer(
+    line: Line, domain: Domain, ask: Program, kept: Path, post: Post
+) -> None:
+    """The program holds the error back for longer than it would have without that daemon."""
+    post.close()
+    fault(domain, ask, kept, OTHERS)
+    ask.tell("gpu.sync(), gpu.word(m)")
+    time.sleep(LATE_S)
+    for again in restarted(post):
+        # It reads nothing. Where this comes too late the program has moved already.
+        again.accept()
+        assert ask.answer() == "(0, 1)"
 
 
 def test_a_suspect_waits_for_the_next_daemon_and_for_a_domain_of_its_own(

@@ -471,6 +471,8 @@ static void *run(void *unused)
 			welcomed = false;
 			atomic_store(&line, fd);
 			mpsd_rescue_connected();
+			/* Threads that hold an error back wait anew: this daemon has its own time to answer. */
+			mpsd_phase_wake();
 			mpsd_line_wake();
 			listen_to(fd);
 			if (atomic_exchange(&line, -1) == fd)
