@@ -67,8 +67,9 @@ def failover_of(row: Mapping[str, Any], wall_at_zero: float) -> FailoverRecord:
 
 
 def _fate(row: Mapping[str, Any]) -> ParticipantOutcome:
-    times = {name: _ms(row[name]) for name in _TIMES}
-    left = _optional(row["left"], str)
+    # Records of earlier releases lack the findings and the times of turns.
+    times = {name: _ms(row.get(name)) for name in _TIMES}
+    left = _optional(row.get("left"), str)
     return ParticipantOutcome(
         ProcessInstance(_number(row["pid"]), _number(row["start_ticks"])),
         _number(row["uid"]),
@@ -79,7 +80,7 @@ def _fate(row: Mapping[str, Any]) -> ParticipantOutcome:
         **times,
         restored_bytes=_number(row["restored_bytes"]),
         replayed=_number(row["replayed"]),
-        whose=ExceptionOwner[_of(row["whose"], str).upper()],
+        whose=ExceptionOwner[_of(row.get("whose", "unknown"), str).upper()],
         left=SnapshotBudget[left.upper()] if left is not None else None,
     )
 

@@ -61,6 +61,15 @@ def test_what_is_written_is_read(written: FailoverRecord) -> None:
     assert replace(found, at=written.at) == written
 
 
+def test_a_record_of_a_release_without_turns_is_read() -> None:
+    written = row(record())
+    for entry in written["clients"]:
+        for name in ("whose", "left", "turn_ms", "done_ms"):
+            del entry[name]
+    found = failover_of(written, ZERO)
+    assert [f.whose for f in found.fates] == [ExceptionOwner.UNKNOWN] * 2 and found.fates[1].first_ms == 3.5
+
+
 def client(changes: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
     def change(found: dict[str, Any]) -> None:
         found["clients"][0].update(changes)

@@ -15,7 +15,8 @@ from mpsd.core.failover import reports as mev
 from mpsd.core.failover.outcomes import FINAL, revise, rewrite
 from mpsd.core.failover.participants import FailoverRecord, Outcome, Participant, ParticipantOutcome
 
-UNSEEN = "the client moved while mpsd did not run"
+UNSEEN = "moved without mpsd"
+"""Trigger of the record of a move that no daemon saw."""
 _WITHOUT_DAEMON = "the client moved without mpsd"
 _OPEN = (Outcome.TOLD, Outcome.SILENT)
 
