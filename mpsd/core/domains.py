@@ -15,7 +15,7 @@ from mpsd.core import events as ev
 from mpsd.core import leases, lists, slots
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, StartDomain, StopDomain, SwitchPath
-from mpsd.core.failover import outcomes, plan
+from mpsd.core.failover import outcomes, plan, restart
 from mpsd.core.faults import poisoned as endings
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.lifecycle import DomainTrigger, next_domain_state
@@ -118,6 +118,8 @@ def _adopt_role(draft: Draft, slot: Slot, domain: Domain, role: ev.DomainRole) -
 def on_adoption_done(draft: Draft, event: ev.AdoptionDone) -> None:
     draft.state = replace(draft.state, adopting=False, adopted=draft.now)
     plan.forget_absent(draft)
+    restart.arm_waits(draft)
+    lists.ask_again(draft, event.unlisted)
     for slot in tuple(draft.state.slots.values()):
         if slots.is_expired(draft, slot):
             slots.retire(draft, slot)

@@ -14,7 +14,17 @@ from mpsd.core import clients, domains, killing, leases, lists, proof, slots, vi
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import Effect, Freeze, Kill, ProgramCommand, ReleaseLease, Terminate
-from mpsd.core.failover import budgets, handlers, memory, plan, programcounter, serialreplay, suspects, trial
+from mpsd.core.failover import (
+    budgets,
+    handlers,
+    memory,
+    plan,
+    programcounter,
+    restart,
+    serialreplay,
+    suspects,
+    trial,
+)
 from mpsd.core.failover import reports as mev
 from mpsd.core.faults import absorbed, hitrecords, hits, outside, recording, servers, signs
 from mpsd.core.state import (
@@ -161,6 +171,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.GpuFull: memory.on_full,
     mev.MemberCame: handlers.on_came,
     mev.MemberRestored: handlers.on_restored,
+    mev.FailoverRestored: restart.on_restored,
     mev.MemberLeft: handlers.on_left,
     mev.MemberReady: handlers.on_ready,
     mev.MemberUnready: handlers.on_unready,

@@ -91,7 +91,9 @@ class LeaseRestored:
 
 @dataclass(frozen=True, slots=True)
 class AdoptionDone:
-    """All remains of an earlier daemon were taken over; missing domains may be started."""
+    """All remains of an earlier daemon were taken over. `unlisted`: domains whose servers list no clients."""
+
+    unlisted: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +197,7 @@ class ClientsUnpinned:
 
 @dataclass(frozen=True, slots=True)
 class ServerFatalLogged:
-    """A domain's log says that its server handles a fatal GPU error.
-
-    This is text. Whether it decides anything depends on the domain (core.faults.sources).
-    """
+    """A log says that its server handles a fatal error. core.faults.sources says whether the text decides."""
 
     domain: str
     text: str

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from mpsd.core.draft import Draft
-from mpsd.core.effects import ArmTimer
+from mpsd.core.effects import ArmTimer, AskServer
 from mpsd.core.state import Domain, DomainState
 
 _WAITING = (DomainState.FULL, DomainState.RETIRED, DomainState.POISONED)
@@ -42,6 +43,15 @@ def await_later_list(draft: Draft, domain: Domain) -> None:
     """Let a domain wait for a later list of its server before it is stopped."""
     draft.put_domain(replace(domain, list_after=draft.now))
     draft.emit(ArmTimer(QUIET_LOG, domain.id, LIST_WAIT_S))
+
+
+def ask_again(draft: Draft, names: Iterable[str]) -> None:
+    """Ask for the clients of domains whose servers did not list them when mpsd started. They may have unknown
+    ones, so they are not stopped before."""
+    for domain in [draft.state.domains[name] for name in sorted(names) if name in draft.state.domains]:
+        if domain.server is not None:
+            await_later_list(draft, domain)
+            draft.emit(AskServer(domain.id, clients=True))
 
 
 def waits_for_list(draft: Draft, domain: Domain) -> bool:

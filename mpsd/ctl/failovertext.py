@@ -71,13 +71,18 @@ def record(shown: Mapping[str, Any]) -> list[str]:
     fault = f", fault #{shown['fault']}" if shown["fault"] is not None else ""
     kind = KINDS.get(shown["trigger"], "planned" if shown["planned"] else f"after {shown['trigger']}")
     lines = [f"#{shown['id']} {shown['time']} from {shown['domain']} {where}, {kind}{fault}"]
+    if shown["trigger"] == UNSEEN:
+        # mpsd neither saw the fault nor ordered the move.
+        return [*lines, *[f"  {_outcome(fate)}" for fate in shown["clients"]]]
     times = f"  decided   {shown['decision_ms']:.3f} ms after the first sign of the fault"
     if shown["sent_ms"] is not None:
         times += f"; order sent {shown['sent_ms']:.3f} ms after the driver's timestamp"
     return [*lines, times, *[f"  {_outcome(fate)}" for fate in shown["clients"]]]
 
 
+UNSEEN = "moved without mpsd"
 KINDS = {
+    UNSEEN: "while mpsd did not run",
     "poison": "planned: the kernel of an exited client does not end in it",
     "trial": "to replay the work of a suspect where no other client works",
     "trial over": "planned: the replay of the suspect ended without a fault",

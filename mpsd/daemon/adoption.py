@@ -33,7 +33,15 @@ from mpsd.clients.orphans import Orphans, pin_domain
 from mpsd.config.layout import Layout
 from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.participants import SWITCHED_OFF, Excess, Participant, SnapshotLimit, Standing
+from mpsd.core.failover.participants import (
+    SWITCHED_OFF,
+    Excess,
+    FailoverRecord,
+    Outcome,
+    Participant,
+    SnapshotLimit,
+    Standing,
+)
 from mpsd.core.state import Client, Domain, DomainState, State
 from mpsd.daemon import unrecorded
 from mpsd.daemon.slotpaths import slot_name
@@ -49,6 +57,9 @@ LEVEL = 1
 KIND = "mpsd-state"
 ANSWER_S = 5.0
 """Time [s] in which a GPU that was lost must answer NVML to count as reset."""
+LIST_S = 0.3
+"""Time [s] in which a server must list its clients. No program is told to move meanwhile. A control daemon
+that was told to quit answers nothing before its clients have ended."""
 _GONE = (DomainState.STOPPING, DomainState.FAILED)
 # States in which clients have contexts, as long as the server is the one that made them.
 _HELD = (
@@ -203,6 +214,12 @@ class Adoption:
     policies: Sequence[Mapping[str, Any]] = ()
     dead_servers: list[ev.ServerDied] = field(default_factory=list)
     members: Sequence[mev.MemberRestored] = ()
+    # Of the journal: those that programs may still report on.
+    failovers: Sequence[FailoverRecord] = ()
+    # Domains whose control daemons have been told to quit.
+    stopping: set[str] = field(default_factory=set)
+    # Domains whose servers did not list their clients.
+    unlisted: set[str] = field(default_factory=set)
     # The GPUs of this machine, and the known slots: names by GPUs and user.
     gpus: Collection[str] = ()
     slots: dict[tuple[tuple[str, ...], int | None], str] = field(default_factory=dict)
@@ -231,6 +248,10 @@ class Adoption:
         self._hold(unknown_sets)
         self.attacher.inherit(retained)
         self.rows = saved["clients"] if saved else ()
+        # First, because the reports of participants revise them.
+        for record in self.failovers:
+            gone = (f.process for f in record.fates if f.outcome in (Outcome.TOLD, Outcome.SILENT))
+            self.post(mev.FailoverRestored(record, frozenset(p for p in gone if not _alive(p))))
         for participant in self.members:
             self.post(participant)
         # Files of an earlier version lack this key.
@@ -364,6 +385,8 @@ class Adoption:
                 return
             state = DomainState.HEADLESS
         elif state in (*_GONE, DomainState.STARTING):
+            if state is DomainState.STOPPING:
+                self.stopping.add(name)
             # The daemon died while it started or stopped this domain: it is empty, so end it.
             state = DomainState.RETIRED
         role = self._role(name, slot)
@@ -385,7 +408,7 @@ class Adoption:
         self.post(
             ev.DomainAdopted(name, slot["id"], role, state, control, server, running, bereft, private, trial)
         )
-        if died is None:
+        if died is None and name not in self.stopping:
             self.domains.ask(name)
 
     def _living(self, name: str, besides: ProcessInstance | None = None) -> list[ProcessInstance]:
@@ -467,12 +490,16 @@ class Adoption:
             self.domains.ask(died.domain)
 
     async def _join_listed(self, domain: str) -> None:
+        if domain in self.stopping:
+            self._join_recorded(domain)
+            return
         try:
-            pids = await self.domains.listed_clients(domain)
+            pids = await self.domains.listed_clients(domain, LIST_S)
         except MpsdError as error:
             log.warning("cannot list the clients of a domain", domain=domain, reason=str(error))
             # A domain without its control socket cannot be asked, and must not end under its clients.
             self._join_recorded(domain)
+            self.unlisted.add(domain)
             return
         for pid in pids:
             self.attacher.notice(domain, pid, listed=True)

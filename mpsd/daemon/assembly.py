@@ -33,6 +33,7 @@ from mpsd.clients.zonegrants import ZoneGrants
 from mpsd.config.layout import Layout
 from mpsd.config.schema import BackendName, Config, DomainMode
 from mpsd.core import events as ev
+from mpsd.core.failover.participants import FailoverRecord
 from mpsd.core.proof import may_be_client
 from mpsd.core.state import SERVING, Policy, State
 from mpsd.daemon.adoption import KIND, LEVEL, Adoption, still_lost, to_file
@@ -65,6 +66,7 @@ from mpsd.os.quietperiod import QuietPeriod
 from mpsd.peers import Listener
 from mpsd.peers.server import Server, Surroundings
 from mpsd.peers.vaultserver import VaultServer
+from mpsd.records import failoverreader
 from mpsd.records.bulletin import Bulletin
 from mpsd.records.conditionlog import ConditionLog
 from mpsd.records.eventnumbers import EventNumbers
@@ -148,7 +150,7 @@ class Daemon(NodeViews):
         self._open_protection()
         self._absent = absent_gpus(self.config, self.gpus)
         tell_indices(self.config, self.gpus)
-        journal, failovers = self._open_records()
+        journal, self._failovers = self._open_records()
         self._open_store(notifier)
         quiet_period = QuietPeriod()
         self.saving = StateSaver(StateFile(self.layout.state_file, KIND, LEVEL), self._contents, quiet_period)
@@ -195,7 +197,7 @@ class Daemon(NodeViews):
         first = State(
             policy=self.policy,
             next_fault=journal.last_id + 1,
-            next_failover=failovers.last_id + 1 if failovers is not None else 1,
+            next_failover=self._failovers.last_id + 1 if self._failovers is not None else 1,
             # Records and logs name domains, so a name is never reused.
             next_domain=self.layout.last_domain() + 1,
         )
@@ -458,6 +460,7 @@ class Daemon(NodeViews):
             self._orphans,
             self._post,
             self.vault.takes,
+            failovers=self._earlier_failovers(),
             gpus=[gpu.uuid for gpu in self.gpus],
         )
         adoption.run(saved)
@@ -467,8 +470,15 @@ class Daemon(NodeViews):
         lost = self._attacher.discard_retained()
         if lost:
             log.info("released leases without a client", leases=lost)
-        self._post(ev.AdoptionDone())
+        self._post(ev.AdoptionDone(frozenset(adoption.unlisted)))
         self.limits.begin()
+
+    def _earlier_failovers(self) -> list[FailoverRecord]:
+        """Return the records of fail-over that an earlier daemon left open."""
+        if self._failovers is None:
+            return []
+        rows = self._failovers.records()
+        return failoverreader.restorable(rows, self.bulletin.wall_at_zero, time.monotonic())
 
     def _restore_limits(self, saved: Mapping[str, Any]) -> None:
         try:

@@ -471,14 +471,14 @@ class RunningDomains:
         text = f"terminate_client: {'done' if done else reply.text or reply.outcome.value}"
         self._callbacks.post(ev.TerminateFinished(process, done, text))
 
-    async def listed_clients(self, domain: str) -> tuple[int, ...]:
+    async def listed_clients(self, domain: str, deadline_s: float = ASK_DEADLINE_S) -> tuple[int, ...]:
         """Return the pids that the server itself lists. Raises MpsdError."""
         host = self._domains.get(domain)
         if host is None or host.server is None or host.first is not None or not host.control.alive():
             # A server that is not ACTIVE yet lists none of the clients that wait for it.
             return ()
         began, reader = self._loop.time(), host.log
-        pids = await host.control.clients(host.server.instance.pid, ASK_DEADLINE_S)
+        pids = await host.control.clients(host.server.instance.pid, deadline_s)
         if reader is not None and host.log is reader:
             reader.answered(began)
         self._callbacks.post(ev.ClientsListed(domain, began, frozenset(pids)))

@@ -66,7 +66,9 @@ class Bulletin:
         self._slot_of = slot_of
         self._numbers = numbers
         self.failovers = failovers
-        self._sent_ms: dict[int, float | None] = {}
+        # Of records of earlier daemons, too.
+        earlier = failovers.records()[-RECORDS_TIMED:] if failovers is not None else []
+        self._sent_ms: dict[int, float | None] = {row["id"]: row.get("sent_ms") for row in earlier}
         self.wall_at_zero = time.time() - time.monotonic()
         self._publish_event: PublishEvent | None = None
         self._events: deque[tuple[int, frozenset[int], Mapping[str, Any]]] = deque(maxlen=EVENTS_KEPT)

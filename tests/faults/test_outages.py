@@ -26,7 +26,8 @@ def test_no_protected_program_is_lost_while_mpsd_is_dead_or_faults_come_in_a_bur
     partial: list[dict[str, Any]] = []
     found = command.run(args, partial.append)
     (death,), (burst,) = found["outages"], found["bursts"]
-    assert death["killed_s"] < 0 and death["faults"] == 1
+    # A program that moved by itself and does not deny the fault leaves that domain too, for its trial domain.
+    assert death["killed_s"] < 0 and death["faults"] in (1, 2)
     assert command.judge(death) == "valid"
     # On a slow machine all clients of a burst may join one domain.
     assert burst["faults"] >= 1 and (burst["lost"], burst["wrong"], burst["innocent"]) == (0, 0, 0)

@@ -31,7 +31,7 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.events import DomainRole
 from mpsd.core.failover import reports as mev
-from mpsd.core.failover.participants import Standing, Turn
+from mpsd.core.failover.participants import Outcome, Standing, Turn
 from mpsd.core.state import Domain, DomainState, Policy, State
 from tests.support.core import GPU, OUT_OF_RANGE, SLOT, UID, World, facts, kernel_xid, process, server_of
 
@@ -458,6 +458,9 @@ class Play:
             here = at if d.server else ServerState.GONE
             found = (d.control, d.server, here, d.bereft, d.private, d.trial)
             self.do(ev.DomainAdopted(d.id, SLOT, role, d.state, *found))
+        for record in written.failovers:
+            gone = frozenset(f.process for f in record.fates if not self.programs[f.process].alive)
+            self.do(mev.FailoverRestored(record, gone))
         for participant in written.members.values():
             if self.programs[participant.process].alive and participant.home:
                 left = participant.reason if participant.standing is Standing.LEFT_BEHIND else ""
@@ -588,6 +591,9 @@ class Play:
                 found.append(
                     f"{participant.process} stays in {program.lives}, which was lost: {participant.standing}"
                 )
+        for record in state.failovers:
+            told = [str(f.process) for f in record.fates if f.outcome is Outcome.TOLD]
+            found += [f"fail-over {record.id} waits for {', '.join(told)}"] if told else []
         active = state.domains.get(state.slots[SLOT].active or "")
         if active is None or active.state is not DomainState.ACTIVE:
             found.append("no domain is in use")

@@ -18,6 +18,8 @@ from mpsd.base.model import ClientId, ProcessInstance
 from mpsd.clients.lease import RetainedLease, lease_name
 from mpsd.config.layout import Layout
 from mpsd.core import events as ev
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import FailoverRecord, Outcome, ParticipantOutcome
 from mpsd.core.state import DomainState, Policy, State
 from mpsd.daemon import adoption
 from mpsd.daemon.adoption import Adoption
@@ -60,7 +62,7 @@ class Parts:
     def names(self) -> list[str]:
         return ["d1", "d2"]
 
-    async def listed_clients(self, domain: str) -> list[int]:
+    async def listed_clients(self, domain: str, deadline_s: float) -> list[int]:
         return []
 
     def inherit(self, kept: dict[ClientId, RetainedLease]) -> None:
@@ -185,7 +187,7 @@ class Unasked(Parts):
     def names(self) -> list[str]:
         return ["d1"]
 
-    async def listed_clients(self, domain: str) -> list[int]:
+    async def listed_clients(self, domain: str, deadline_s: float) -> list[int]:
         raise DeadlineError("no answer")
 
 
@@ -209,7 +211,7 @@ def test_a_server_that_does_not_answer_delays_no_other_list(tmp_path: Path) -> N
     async def scenario() -> None:
         asked, answers = list[str](), {name: asyncio.Event() for name in parts.names()}
 
-        async def listed_clients(domain: str) -> list[int]:
+        async def listed_clients(domain: str, deadline_s: float) -> list[int]:
             asked.append(domain)
             await answers[domain].wait()
             return []
@@ -319,6 +321,62 @@ def test_a_server_that_lives_on_is_taken_over(tmp_path: Path) -> None:
     parts.adopts, parts.server = ProcessInstance(70, 1), ProcessInstance(77, 1)
     _, (event,) = taken(tmp_path, parts, "active", [70, 1], [77, 1])
     assert isinstance(event, ev.DomainAdopted) and event.server == parts.server
+
+
+class Silent(Halfway):
+    """A server that lists nothing in time. `asked`: the domains of all questions, with their deadlines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adopts, self.server = ProcessInstance(70, 1), ProcessInstance(77, 1)
+        self.asked: list[tuple[str, float | None]] = []
+
+    def names(self) -> list[str]:
+        return ["d4"]
+
+    def ask(self, name: str) -> None:
+        self.asked.append((name, None))
+
+    async def listed_clients(self, domain: str, deadline_s: float) -> list[int]:
+        self.asked.append((domain, deadline_s))
+        raise DeadlineError("the control daemon answers nothing")
+
+
+def test_a_server_that_lists_nothing_is_waited_for_only_briefly(tmp_path: Path) -> None:
+    parts = Silent()
+    taking, _ = taken(tmp_path, parts, "active", [70, 1], [77, 1])
+    assert parts.asked == [("d4", None), ("d4", adoption.LIST_S)] and taking.unlisted == {"d4"}
+    assert adoption.LIST_S <= 0.3
+
+
+def test_a_control_daemon_that_was_told_to_quit_is_asked_nothing(tmp_path: Path) -> None:
+    """It answers no command before its clients have ended."""
+    parts = Silent()
+    taking, (event,) = taken(tmp_path, parts, "stopping", [70, 1], [77, 1])
+    assert event.state is DomainState.RETIRED and not parts.asked and not taking.unlisted
+
+
+def test_records_of_fail_over_come_before_members_and_say_which_programs_have_ended(tmp_path: Path) -> None:
+    posted: list[ev.Event] = []
+    part: Any = Parts()
+    layout = Layout(tmp_path / "r", tmp_path / "l", tmp_path / "s")
+    (layout.run_dir / "d").mkdir(parents=True)
+    here, ended = me(), ProcessInstance(me().pid, 1)
+    entries = tuple(
+        ParticipantOutcome(process, 0, "", outcome)
+        for process, outcome in (
+            (here, Outcome.TOLD),
+            (ended, Outcome.TOLD),
+            (ProcessInstance(ended.pid, 2), Outcome.MOVED),
+        )
+    )
+    record = FailoverRecord(3, 1.0, "all", "d1", "d2", 2, "fault", False, None, 0.0, None, entries)
+    taking = Adoption(layout, part, part, part, part, posted.append, failovers=[record])
+    member = {"process": [here.pid, here.start_ticks], "uid": 0, "mode": "keep", "home": "d1"}
+    taking.run({"slots": [], "domains": [], "clients": [], "members": [{**member, "left_behind": ""}]})
+    restored, came = posted
+    assert restored == mev.FailoverRestored(record, frozenset({ended}))
+    assert isinstance(came, mev.MemberRestored) and came.process == here
 
 
 EARLIER = ("starting", "warm", "active", "faulted", "poisoned", "retired", "headless", "stopping", "failed")

@@ -19,7 +19,15 @@ from mpsd.core import events as ev
 from mpsd.core.draft import FAILOVERS_MOST
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.budgets import gpus_of
-from mpsd.core.failover.participants import OFFERED, OPAQUE_KEPT, Excess, Standing
+from mpsd.core.failover.participants import (
+    OFFERED,
+    OPAQUE_KEPT,
+    Excess,
+    FailoverRecord,
+    Outcome,
+    ParticipantOutcome,
+    Standing,
+)
 from mpsd.core.state import DomainState, Policy
 from tests.support.core import UID, World, facts
 from tests.unit import test_core_random as base
@@ -164,6 +172,18 @@ class FailoverDaemon(base.Daemon):
         if who not in self.connected and clients:
             home = self.domain_named(domain)
             self.do(mev.MemberRestored(who, UID, FailoverMode.KEEP, home))
+
+    @rule(pick=base.picks, number=st.integers(1, 40), outcome=st.sampled_from(Outcome), to=generations)
+    def failover_restored(self, pick: int, number: int, outcome: Outcome, to: int) -> None:
+        who = self.client_picked(pick).process
+        entries = (ParticipantOutcome(who, UID, "", outcome, told_ms=0.0),)
+        target = f"d{to}" if to else None
+        record = FailoverRecord(
+            number, self.world.now - 1, "s", "d1", target, to, "fault", False, 1, 0.0, None, entries
+        )
+        known = self.world.state.next_failover
+        self.do(mev.FailoverRestored(record, frozenset({who} if pick % 2 else ())))
+        assert self.world.state.next_failover == max(known, number + 1)
 
     @rule(pick=base.picks, true=st.booleans(), generation=generations)
     def ready(self, pick: int, true: bool, generation: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mpsd.core.failover.restart import UNSEEN
 from mpsd.ctl import eventtext, failovertext, render
 from mpsd.ctl.statustext import status
 from mpsd.ctl.style import Style, age, ago, size
@@ -272,3 +273,9 @@ def test_a_fail_over_record_of_an_earlier_version_can_be_read() -> None:
     assert "does not end in it, fault #3" in failovertext.record({**planned, "trigger": "poison"})[0]
     (found,) = failovertext.record({**row, "clients": [{**entry, "whose": "own"}]})[2:]
     assert "a suspect, found the faulting instruction in its own code: calls held" in found
+    unseen = {**row, "trigger": UNSEEN, "clients": [{**entry, "held_ms": None}]}
+    head, only = failovertext.record(unseen)
+    assert (
+        "to d2 (generation 2), while mpsd did not run" in head
+        and only == "  moved     pid 7 (serve), a suspect"
+    )

@@ -30,9 +30,9 @@ class Outcome:
 
     kind: of the faults. killed_s: from the order to fault until mpsd was killed; negative: before; None: it
     was not. away_s: until mpsd was started again. faulted: offenders that met an error or were killed.
-    faults: fail-overs that mpsd recorded; one that died at that moment records none. told: protected programs
-    that met an error and ran on; lost, wrong: the same with those. innocent: programs that a record names.
-    pause: the longest step of a program [ms].
+    faults: domains that programs left, as mpsd recorded; a suspect leaves another one for its trial domain.
+    told: protected programs that met an error and ran on; lost, wrong: the same with those. innocent:
+    programs that a record names. pause: the longest step of a program [ms].
     """
 
     kind: str

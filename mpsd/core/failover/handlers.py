@@ -10,7 +10,17 @@ from mpsd.core import domains, leases
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, ExcludeWork, GrantTurn, StandDown, SwitchOff, Welcome
-from mpsd.core.failover import budgets, memory, outcomes, plan, programcounter, serialreplay, suspects, trial
+from mpsd.core.failover import (
+    budgets,
+    memory,
+    outcomes,
+    plan,
+    programcounter,
+    restart,
+    serialreplay,
+    suspects,
+    trial,
+)
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.participants import (
     OFFERED,
@@ -65,6 +75,7 @@ def on_came(draft: Draft, event: mev.MemberCame) -> None:
     contexts = {c.id.domain for c in draft.state.spaces_of(event.process)}
     if event.generation and f"d{event.generation}" not in contexts:
         _mark_contexts_idle(draft, event, home)
+    restart.note_arrival(draft, event, known)
     # The participant may have moved, or been told to, while it was not connected.
     for left in sorted({*contexts, *([f"d{known.generation}"] if known is not None else [])} - {home}):
         _leave(draft, left)
@@ -370,7 +381,7 @@ def on_moved(draft: Draft, event: mev.MemberMoved) -> None:
         # It has nothing to replay any more.
         suspects.clear(draft, event.process)
         moved = draft.state.members[event.process]
-    record = outcomes.latest_of(draft.state, event.process)
+    record = outcomes.unreported_of(draft.state, event.process)
     if record is not None:
         outcomes.revise(
             draft,

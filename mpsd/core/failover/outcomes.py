@@ -44,6 +44,17 @@ def latest_of(state: State, process: ProcessInstance) -> FailoverRecord | None:
     return None if final else record
 
 
+def unreported_of(state: State, process: ProcessInstance) -> FailoverRecord | None:
+    """Return the newest record that contains this program, if the program has not reported its move.
+
+    A program that has moved without mpsd says so by its HELLO, and its report may follow.
+    """
+    record = last_of(state, process)
+    entries = record.fates if record is not None else ()
+    arrived = any(f.process == process and f.outcome is Outcome.MOVED and f.held_ms is None for f in entries)
+    return record if arrived else latest_of(state, process)
+
+
 def is_moving(state: State, process: ProcessInstance) -> bool:
     """Return whether the process was told to move and its time to answer is not over."""
     record = latest_of(state, process)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpsd.base.model import ExceptionOwner, FailoverMode, ProcessInstance, Reclaimable
-from mpsd.core.failover.participants import Excess, SavingCost, SnapshotLimit
+from mpsd.core.failover.participants import Excess, FailoverRecord, SavingCost, SnapshotLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,14 @@ class MemberRestored:
     left_behind: str = ""
     limit: SnapshotLimit | None = None
     excess: Excess | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverRestored:
+    """A record of an earlier daemon. `gone`: its programs that have ended."""
+
+    record: FailoverRecord
+    gone: frozenset[ProcessInstance] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +235,7 @@ class MemberStayed:
 MemberEvent = (
     MemberCame
     | MemberRestored
+    | FailoverRestored
     | MemberLeft
     | MemberReady
     | MemberUnready

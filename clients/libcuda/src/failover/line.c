@@ -433,16 +433,30 @@ static void cut_off(void)
 	pthread_mutex_unlock(&busy);
 }
 
-/* Until a daemon is looked for again. What the program's threads say meanwhile is told to the next one. */
+/* Its context is lost, or it holds its calls for a turn. */
+static bool stands_still(void)
+{
+	return mpsd_rescue_due_ms(-1) >= 0 || mpsd_turn_is_due();
+}
+
+/*
+ * Until a daemon is looked for again. What the program's threads say meanwhile is told to the next one. A program that
+ * stands still looks often.
+ */
 static void wait_without_line(int pause_ms)
 {
-	uint64_t until = mpsd_now_ns() + (uint64_t)pause_ms * 1000000, now;
+	uint64_t began = mpsd_now_ns(), until = began + (uint64_t)pause_ms * 1000000, now;
 	struct pollfd polled = { .fd = atomic_load(&wake), .events = POLLIN };
 	uint64_t count;
 
 	while (!atomic_load(&off) && (now = mpsd_now_ns()) < until) {
 		int left_ms = (int)((until - now) / 1000000) + 1;
 
+		if (left_ms > FIRST_PAUSE_MS && stands_still()) {
+			if (now - began >= FIRST_PAUSE_MS * 1000000ull)
+				return;
+			left_ms = FIRST_PAUSE_MS;
+		}
 		if (poll(&polled, 1, soonest(left_ms, soonest(mpsd_turn_left_ms(), mpsd_rescue_due_ms(-1)))) > 0 &&
 		    read(polled.fd, &count, sizeof(count)) > 0)
 			atomic_store(&woken, false);
