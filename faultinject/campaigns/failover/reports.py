@@ -99,14 +99,15 @@ def judge(faults: Sequence[Mapping[str, Any]]) -> str:
     if _count_without_effect(faults) > MAX_WITHOUT_EFFECT * len(faults):
         return f"invalid: {_count_without_effect(faults)} of {len(faults)} faults had no effect"
     for process, counts in open_descriptors(faults).items():
-        if _keeps_growing(counts):
+        if keeps_growing(counts):
             return f"invalid: {process} opened more descriptors with each fault: {counts}"
-    if _keeps_growing(threads(faults)):
+    if keeps_growing(threads(faults)):
         return f"invalid: a program has more threads with each fault: {threads(faults)}"
     return "valid"
 
 
-def _keeps_growing(counts: Sequence[int]) -> bool:
+def keeps_growing(counts: Sequence[int]) -> bool:
+    """Return whether the counts before each fault have no bound."""
     settled = counts[SETTLED_AFTER:]
     return len(settled) > SETTLED_AFTER and (
         settled[-1] > GROWTH * settled[0] or all(map(lt, settled, settled[1:]))
