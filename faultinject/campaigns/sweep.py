@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -416,7 +416,7 @@ def run(plan: SweepPlan, node: Node | str) -> list[Outcome]:
 
 def run_with_failover(plan: SweepPlan, node: Node, base: Path) -> tuple[list[Outcome], list[str]]:
     """Run the deaths at each kind of fault; return them and what was left behind. Raises MpsdError."""
-    libraries = find_libraries(plan.backend, plan.libcuda, plan.driver, base)
+    libraries = replace(find_libraries(plan.backend, plan.libcuda, plan.driver, base), looks=True)
     outcomes, leftovers = list[Outcome](), list[str]()
     for kind in FAULTS:
         found = sweep_of_kind(

@@ -18,7 +18,7 @@ from pathlib import Path
 from faultinject.campaigns.failover.command import main_settings
 from faultinject.campaigns.failover.records import is_settled
 from faultinject.campaigns.failover.reports import keeps_growing
-from faultinject.campaigns.failover.rounds import FAULT_S, POLL_S, UP_S
+from faultinject.campaigns.failover.rounds import FAULT_S, POLL_S, QUIET_S, UP_S
 from faultinject.campaigns.outages.course import Outages, Outcome
 from faultinject.registry.history import History, clock
 from faultinject.rig.leftovers import open_descriptors
@@ -103,10 +103,17 @@ class EffectDeaths(Outages):
         self._rig.mpsd.wait_ready(self._left(UP_S))
 
     def _arm(self) -> int:
-        """Begin to count; return what mpsd has performed by then. Raises MpsdError."""
+        """Begin to count while mpsd has nothing to do; return what it has performed. Raises MpsdError."""
+        last, since = self._performed(), clock()
+        while clock() - since < QUIET_S and self._left(UP_S):
+            time.sleep(POLL_S)
+            if (now := self._performed()) != last:
+                last, since = now, clock()
         os.kill(self._rig.mpsd.pid, signal.SIGUSR2)
-        # The answer comes after the signal: both are handled by one loop.
-        return self._performed()
+        # The answer comes after the signal: one loop handles both. An effect of another cause may be N.
+        with suppress(MpsdError):
+            last = self._performed()
+        return last
 
     def _performed(self) -> int:
         return int(self._rig.mpsd.status()["counters"]["effects_performed"])
