@@ -29,7 +29,8 @@ from faultinject.rig.worker import Worker
 from mpsd.base import debug
 from mpsd.base.errors import DeadlineError, MpsdError
 
-SCENARIO_S, OVER_S = 90.0, 30.0
+SCENARIO_S, OVER_S = 150.0, 60.0
+"""Deadlines of a scenario, and of its end after the order to fault and after each start of mpsd."""
 NEVER = 1_000_000
 """More effects than mpsd performs for one fault."""
 LAST_WORDS = "mpsd kills itself before an effect"
@@ -132,12 +133,13 @@ class EffectDeaths(Outages):
             if service.ended and not death.died:
                 death.died, death.before = True, last_words(service.tail())
                 self._launch(self._next)
+                end = clock() + self._left(OVER_S)
             with suppress(MpsdError):
                 why = self._open_end(offender, faulting)
                 if not why:
                     return
             time.sleep(POLL_S)
-        raise DeadlineError(f"{OVER_S:.0f} s after the fault {why}")
+        raise DeadlineError(f"{OVER_S:.0f} s after the fault, or after the start of mpsd, {why}")
 
     def _open_end(self, offender: Worker, faulting: str) -> str:
         """Return what is still to come after the fault; empty for nothing. Raises MpsdError."""
