@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
+from faultinject.__main__ import main
 from faultinject.campaigns import check, sweep
+from faultinject.campaigns.outages import effects
 from faultinject.campaigns.outages.effects import LAST_WORDS, Death, complaints, last_words, sweep_of_kind
+from faultinject.rig.libraries import Libraries
 from faultinject.rig.node import Node, open_simulated_node
 from tests.support.libcudas import session_libraries
 from tests.support.long import of
@@ -124,3 +129,98 @@ def test_an_outcome_of_the_sweep_is_the_worst_complaint() -> None:
     assert verdict(faulted=0, complaints=["the fault had no effect"]) == "unknown"
     assert verdict(faulted=1, complaints=["1 programs met an error"]) == "invalid"
     assert verdict(problem="no rig", complaints=["no rig"]) == "invalid"
+
+
+class Course:
+    """Stands for the programs of one rig. mpsd performs five effects; at `bad` ones a program is lost."""
+
+    bad: ClassVar[tuple[int, ...]] = ()
+    tried: ClassVar[list[tuple[int, int, int]]]
+    ended: ClassVar[list[int]]
+    rigs: ClassVar[int] = 0
+
+    def __init__(self, *_: object) -> None:
+        type(self).rigs += 1
+
+    def start(self) -> None: ...
+
+    def death(self, kind: str, effect: int, following: int) -> Death:
+        self.tried.append((self.rigs, effect, following))
+        lost = ["lost: server-0"] if effect in self.bad else []
+        died = effect <= 5
+        return Death(
+            kind, effect=effect, died=died, effects=0 if died else 5, descriptors=20, complaints=lost
+        )
+
+    def end(self) -> str:
+        self.ended.append(self.rigs)
+        return ""
+
+
+@pytest.fixture
+def course(monkeypatch: pytest.MonkeyPatch) -> type[Course]:
+    class Fresh(Course):
+        tried: ClassVar[list[tuple[int, int, int]]] = []
+        ended: ClassVar[list[int]] = []
+
+    monkeypatch.setattr(effects, "EffectDeaths", Fresh)
+    monkeypatch.setattr(effects, "Rig", lambda *_, **__: nullcontext(SimpleNamespace(leftovers=[])))
+    return Fresh
+
+
+def tried(
+    node: Node, chosen: Callable[[int], list[int]], last: int = 0, *, sampled: bool = False
+) -> effects.Sweep:
+    libraries = Libraries(Path("proxy"), Path("standin"))
+    return sweep_of_kind(node, libraries, "trap", chosen, last, lambda _: None, sampled=sampled)
+
+
+def test_every_effect_is_tried_until_mpsd_survives_its_n(node: Node, course: type[Course]) -> None:
+    """Runs differ by a few effects: this one has more than the first fault made."""
+    found = tried(node, lambda last: list(range(1, last - 1)))
+    assert [death.effect for death in found.deaths] == [1, 2, 3, 4, 5, 6]
+    assert [death.died for death in found.deaths] == [True] * 5 + [False]
+    assert (found.effects, found.leftovers) == (5, [])
+    # mpsd is started for the next death while the programs stay.
+    assert course.tried[1:] == [(1, 1, 2), (1, 2, 3), (1, 3, 4), (1, 4, 5), (1, 5, 6), (1, 6, 7)]
+    assert course.ended == [1]
+
+
+def test_after_a_loss_the_next_effect_is_tried_beside_fresh_programs(
+    node: Node, course: type[Course]
+) -> None:
+    course.bad = (2,)
+    found = tried(node, lambda _: [1, 2, 4], last=5, sampled=True)
+    assert [(death.effect, bool(death.complaints)) for death in found.deaths] == [
+        (1, False),
+        (2, True),
+        (4, False),
+    ]
+    assert [rig for rig, _, _ in course.tried] == [1, 1, 2] and course.ended == [2]
+
+
+def test_without_a_good_first_fault_no_death_is_tried(node: Node, course: type[Course]) -> None:
+    course.bad = (effects.NEVER,)
+    found = tried(node, lambda last: list(range(1, last + 1)))
+    assert [(death.effect, death.complaints) for death in found.deaths] == [
+        (effects.NEVER, ["lost: server-0"])
+    ]
+
+
+def test_the_command_reports_the_deaths_at_both_kinds_of_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def found(node: Node, libraries: Libraries, kind: str, *_: object, **__: object) -> effects.Sweep:
+        assert libraries.looks
+        return effects.Sweep(60, [Death(kind, effect=2, died=True, before="Move", faulted=1)])
+
+    monkeypatch.setattr(sweep, "sweep_of_kind", found)
+    monkeypatch.setattr(sweep, "find_libraries", lambda *_: Libraries(Path("proxy"), Path("standin")))
+    path = tmp_path / "report.json"
+    assert main(["sweep", "--failover", "--sample", "1", "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "--sample 1 --failover" in out and "2 deaths tried, 0 not survived" in out
+    assert check.verdict_lines(path) == (
+        ["sweep trap, effect 2: valid", "sweep store, effect 2: valid"],
+        True,
+    )
