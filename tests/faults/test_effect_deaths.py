@@ -131,8 +131,11 @@ def test_an_outcome_of_the_sweep_is_the_worst_complaint() -> None:
     assert verdict(problem="no rig", complaints=["no rig"]) == "invalid"
 
 
+PROBLEM = "the domain stays"
+
+
 class Course:
-    """Stands for the programs of one rig. mpsd performs five effects; at `bad` ones a program is lost."""
+    """Stands for the programs of one rig. mpsd performs five effects; `bad`: those with a problem."""
 
     bad: ClassVar[tuple[int, ...]] = ()
     tried: ClassVar[list[tuple[int, int, int]]]
@@ -146,11 +149,10 @@ class Course:
 
     def death(self, kind: str, effect: int, following: int) -> Death:
         self.tried.append((self.rigs, effect, following))
-        lost = ["lost: server-0"] if effect in self.bad else []
-        died = effect <= 5
-        return Death(
-            kind, effect=effect, died=died, effects=0 if died else 5, descriptors=20, complaints=lost
-        )
+        death = Death(kind, effect=effect, died=effect <= 5, effects=5, descriptors=20)
+        death.problem = PROBLEM if effect in self.bad else ""
+        death.complaints = [death.problem] if death.problem else []
+        return death
 
     def end(self) -> str:
         self.ended.append(self.rigs)
@@ -186,7 +188,7 @@ def test_every_effect_is_tried_until_mpsd_survives_its_n(node: Node, course: typ
     assert course.ended == [1]
 
 
-def test_after_a_loss_the_next_effect_is_tried_beside_fresh_programs(
+def test_after_a_problem_the_next_effect_is_tried_beside_fresh_programs(
     node: Node, course: type[Course]
 ) -> None:
     course.bad = (2,)
@@ -202,9 +204,7 @@ def test_after_a_loss_the_next_effect_is_tried_beside_fresh_programs(
 def test_without_a_good_first_fault_no_death_is_tried(node: Node, course: type[Course]) -> None:
     course.bad = (effects.NEVER,)
     found = tried(node, lambda last: list(range(1, last + 1)))
-    assert [(death.effect, death.complaints) for death in found.deaths] == [
-        (effects.NEVER, ["lost: server-0"])
-    ]
+    assert [(death.effect, death.complaints) for death in found.deaths] == [(effects.NEVER, [PROBLEM])]
 
 
 def test_the_command_reports_the_deaths_at_both_kinds_of_fault(

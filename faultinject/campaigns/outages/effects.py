@@ -60,6 +60,7 @@ class EffectDeaths(Outages):
     def __init__(self, rig: Rig, libraries: Libraries, tell: Callable[[str], None]) -> None:
         super().__init__(rig, libraries, tell, clock() + SCENARIO_S)
         self._launched_for = self._next = 0
+        self._unsettled: set[int] = set()
 
     def death(self, kind: str, effect: int, following: int) -> Death:
         """Let mpsd die before this effect, counted from the order to fault, and start it again.
@@ -162,7 +163,9 @@ class EffectDeaths(Outages):
         if wrong:
             death.complaints.append("the bystander saw wrong results")
         records = self._rig.mpsd.ask(lambda c: c.failovers())
-        death.unsettled = sum(not is_settled(record) for record in records)
+        unsettled = {record["id"] for record in records if not is_settled(record)}
+        death.unsettled = len(unsettled - self._unsettled)
+        self._unsettled |= unsettled
         with suppress(OSError):
             death.descriptors = max(open_descriptors(server.pid) for server in self._servers)
 
@@ -190,7 +193,7 @@ def sweep_of_kind(
     sampled: bool,
     out: Path | None = None,
 ) -> Sweep:
-    """Try all deaths at one kind of fault, beside the same programs until one goes wrong.
+    """Try all deaths at one kind of fault, beside the same programs unless a scenario does not end.
 
     `chosen`: the N to try, of so many. `last` 0: a first fault without a death counts the effects. Without a
     sample and a last N, it continues until mpsd survives its N. Raises MpsdError if there is no rig.
@@ -202,11 +205,11 @@ def sweep_of_kind(
         with History() as history, Rig(node, "mpsd", history, settings=settings, logs_to=logs) as rig:
             course = EffectDeaths(rig, libraries, tell)
             course.start()
-            good = True
-            while pending and good:
+            usable = True
+            while pending and usable:
                 effect = pending.pop(0)
                 death = course.death(kind, effect, pending[0] if pending else effect + 1)
-                good = not death.complaints
+                usable, good = not death.problem, not death.complaints
                 opened += [death.descriptors] if death.descriptors is not None else []
                 if effect != NEVER or not good:
                     sweep.deaths.append(death)
@@ -215,7 +218,7 @@ def sweep_of_kind(
                 elif not (pending or sampled or last) and death.died:
                     # Runs differ by a few effects.
                     pending = [effect + 1]
-            if good:
+            if usable:
                 _end(course, death)
         sweep.leftovers += rig.leftovers
         if keeps_growing(opened):
