@@ -200,6 +200,11 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_argument("--to", dest="last", type=effect, default=0, help="0: until no effect is left")
     sweep.add_argument("--jobs", type=number(1, MOST_JOBS), default=1, help="runs at a time (simulated only)")
     sweep.add_argument("--out", type=Path, help="keep histories and logs")
+    sweep.add_argument(
+        "--failover", action="store_true", help="at a fault beside programs that fail over; N counts from it"
+    )
+    sweep.add_argument("--libcuda", type=Path, metavar="DIR", help="the proxy's folder, for --failover")
+    sweep.add_argument("--driver", type=Path, metavar="DIR", help="the stand-in driver's, likewise")
     sweep.set_defaults(go=_sweep)
     proxy.add_parser(commands, _TYPES)
     failover.add_parser(commands, _TYPES)
@@ -289,6 +294,9 @@ def _sweep(args: argparse.Namespace) -> int:
         sample=args.sample,
         jobs=args.jobs,
         out=args.out,
+        failover=args.failover,
+        libcuda=args.libcuda,
+        driver=args.driver,
     )
     return sweep(plan, args.json, args.markdown)
 

@@ -2,7 +2,8 @@
 
 The daemon performs every decision in one place and kills itself there before the N-th effect, as its
 environment says. A supervisor (this program in the place of systemd) restarts it at once. Meanwhile clients
-start, one is killed with its kernel running, one hangs and is evicted.
+start, one is killed with its kernel running, one hangs and is evicted. With --failover a neighbour of
+programs that fail over faults instead (outages.effects).
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from faultinject.campaigns.outages.course import KINDS as FAULTS
+from faultinject.campaigns.outages.effects import Death, sweep_of_kind
 from faultinject.evidence import files, revision, schema, tables
 from faultinject.evidence.files import tell_stderr
 from faultinject.registry.checkers import check, verdict
 from faultinject.registry.faults import Fault, Recording, Story
 from faultinject.registry.history import History, clock
 from faultinject.registry.observation import observe
-from faultinject.registry.verdicts import Finding, Verdict
+from faultinject.registry.verdicts import Finding, Verdict, merge
+from faultinject.rig.libraries import find_libraries
 from faultinject.rig.node import Node, open_node
 from faultinject.rig.rig import Rig
 from faultinject.rig.service import MpsdService
@@ -55,6 +59,7 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
     "revision": (str,),  # of the code (evidence.revision)
     "date": (str,),  # ISO 8601, UTC
     "command": (str,),
+    "leftovers": (list,),  # with --failover: processes that had to be ended, in words
     "sweep": (list,),  # of ROW
 }
 ROW: Mapping[str, tuple[type, ...]] = {
@@ -62,12 +67,17 @@ ROW: Mapping[str, tuple[type, ...]] = {
     "died": (bool,),  # whether mpsd performed that many effects, and died before this one
     "verdict": (str,),
     "complaints": (list,),  # the broken laws, and the text of each
+    "fault": (str,),  # in flight, with --failover; N counts from the order to fault then
+    "before": (str,),  # the kind of effect that mpsd did not perform, with --failover
 }
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """`last` 0: until no effect is left; `sample` 0: every N between."""
+    """`last` 0: until no effect is left; `sample` 0: every N between.
+
+    failover: a fault is in flight beside programs that fail over. libcuda, driver: their libraries.
+    """
 
     backend: str
     seed: int = 1
@@ -77,6 +87,9 @@ class SweepPlan:
     survivors: int = 2
     jobs: int = 1
     out: Path | None = None
+    failover: bool = False
+    libcuda: Path | None = None
+    driver: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +101,8 @@ class Outcome:
     effects: int
     verdict: Verdict
     findings: Sequence[Finding]
+    fault: str = ""
+    before: str = ""
 
 
 class DyingService(MpsdService):
@@ -278,14 +293,17 @@ def sweep(plan: SweepPlan, json_path: Path | None, markdown_path: Path | None = 
     with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
         node = open_node(plan.backend, Path(base))
         try:
-            device, driver = node.device, node.driver
-            outcomes = run(plan, node if plan.backend != "simulated" else plan.backend)
+            device, driver, leftovers = node.device, node.driver, list[str]()
+            if plan.failover:
+                outcomes, leftovers = run_with_failover(plan, node, Path(base))
+            else:
+                outcomes = run(plan, node if plan.backend != "simulated" else plan.backend)
         finally:
             node.close()
     bad = [o for o in outcomes if o.verdict is not Verdict.VALID]
     command = (
         f"mpsd-faultinject sweep --backend {plan.backend} --seed {plan.seed} "
-        f"--from {plan.first} --to {plan.last} --sample {plan.sample}"
+        f"--from {plan.first} --to {plan.last} --sample {plan.sample}" + " --failover" * plan.failover
     )
     finished = {
         "schema": 1,
@@ -294,20 +312,26 @@ def sweep(plan: SweepPlan, json_path: Path | None, markdown_path: Path | None = 
         "revision": revision.current(),
         "date": date,
         "command": command,
+        "leftovers": leftovers,
         "sweep": [_row(o) for o in outcomes],
     }
     print(f"repeat: {command}")
     print(tables.aligned(table(finished)))
     print(f"{len(outcomes)} deaths tried, {len(bad)} not survived as they should")
+    if leftovers:
+        print(tables.left_behind(finished))
     files.deliver(finished, "sweep", json_path, markdown_path, markdown(finished))
-    return 1 if bad or not outcomes else 0
+    return 1 if bad or leftovers or not outcomes else 0
 
 
 def table(finished: Mapping[str, Any]) -> list[list[str]]:
-    rows = [["effect", "daemon died", "verdict"]]
-    return rows + [
-        [str(row["effect"]), "yes" if row["died"] else "no", row["verdict"]] for row in finished["sweep"]
-    ]
+    has_fault = any(row["fault"] for row in finished["sweep"])
+    head = ["effect", "daemon died", "verdict"]
+    rows = [["fault", *head[:2], "before", head[2]] if has_fault else head]
+    for row in finished["sweep"]:
+        cells = [str(row["effect"]), "yes" if row["died"] else "no", row["verdict"]]
+        rows.append([row["fault"], *cells[:2], row["before"] or "-", cells[2]] if has_fault else cells)
+    return rows
 
 
 def markdown(finished: Mapping[str, Any]) -> str:
@@ -325,8 +349,12 @@ def load(data: Any, path: Path) -> dict[str, Any] | None:
     """Return the report that a file's JSON is; None for anything else. Raises UsageError."""
     if not isinstance(data, dict) or "sweep" not in data:
         return None
-    whole = {"revision": revision.UNKNOWN, **data}
+    whole = {"revision": revision.UNKNOWN, "leftovers": [], **data}
     problems = schema.violations(SCHEMA, whole, "report")
+    if isinstance(whole["sweep"], list):
+        # Older reports have no fault.
+        earlier = {"fault": "", "before": ""}
+        whole["sweep"] = [{**earlier, **row} if isinstance(row, dict) else row for row in whole["sweep"]]
     rows = whole["sweep"] if isinstance(whole["sweep"], list) else []
     for number, row in enumerate(rows):
         where = f"report.sweep[{number}]"
@@ -345,7 +373,10 @@ def verdicts(finished: Mapping[str, Any]) -> list[tuple[str, str]]:
         found = row["verdict"] if row["verdict"] != Verdict.VALID else Verdict.INVALID.value
         return f"{found}: {row['complaints'][0]}"
 
-    return [(f"effect {row['effect']}", judged(row)) for row in finished["sweep"]]
+    def named(row: Mapping[str, Any]) -> str:
+        return f"{row['fault']}, effect {row['effect']}" if row["fault"] else f"effect {row['effect']}"
+
+    return [(named(row), judged(row)) for row in finished["sweep"]]
 
 
 def _row(outcome: Outcome) -> dict[str, Any]:
@@ -355,6 +386,8 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "died": outcome.died,
         "verdict": outcome.verdict.value,
         "complaints": complaints,
+        "fault": outcome.fault,
+        "before": outcome.before,
     }
 
 
@@ -379,6 +412,37 @@ def run(plan: SweepPlan, node: Node | str) -> list[Outcome]:
         outcomes.append(run_one(plan, outcomes[-1].effect + 1, node))
         _progress_line(outcomes[-1])
     return outcomes
+
+
+def run_with_failover(plan: SweepPlan, node: Node, base: Path) -> tuple[list[Outcome], list[str]]:
+    """Run the deaths at each kind of fault; return them and what was left behind. Raises MpsdError."""
+    libraries = replace(find_libraries(plan.backend, plan.libcuda, plan.driver, base), looks=True)
+    outcomes, leftovers = list[Outcome](), list[str]()
+    for kind in FAULTS:
+        found = sweep_of_kind(
+            node,
+            libraries,
+            kind,
+            lambda last: effects_to_try(plan, last),
+            plan.last,
+            tell_stderr,
+            sampled=plan.sample > 0,
+            out=plan.out,
+        )
+        tell_stderr(f"{kind}: mpsd performs {found.effects} effects for one fault")
+        outcomes += map(outcome_of, found.deaths)
+        leftovers += found.leftovers
+    return outcomes, leftovers
+
+
+def outcome_of(death: Death) -> Outcome:
+    """Return the verdict on a death of mpsd at a fault."""
+    kind = Verdict.INVALID if death.faulted or death.problem else Verdict.UNKNOWN
+    findings = [Finding("protected programs", kind, text) for text in death.complaints]
+    verdict_of_all = merge([Verdict.VALID, *(finding.verdict for finding in findings)])
+    return Outcome(
+        death.effect, death.died, death.effects, verdict_of_all, findings, death.kind, death.before
+    )
 
 
 def _progress_line(outcome: Outcome) -> None:

@@ -35,13 +35,16 @@ class Libraries:
     """Folders that hold a libcuda.so.1 each: the proxy, and the stand-in driver (None: the machine's own).
 
     `reads`: the list of memory that kernels only read: mode validate writes it, other modes use it. Without
-    `relays` the threads of the program submit their launches themselves.
+    `relays` the threads of the program submit their launches themselves. `looks`: the stand-in driver queries
+    the cause of a lost context, as a real one does. Without that no program can tell a trap of its own from
+    another's.
     """
 
     proxy: Path
     driver: Path | None = None
     reads: Path | None = None
     relays: bool = True
+    looks: bool = False
 
     def plain(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a program without the proxy."""
@@ -49,7 +52,9 @@ class Libraries:
             return dict(environment)
         before = environment.get("LD_LIBRARY_PATH", "")
         path = f"{self.driver}:{before}" if before else str(self.driver)
-        return {**environment, "LD_LIBRARY_PATH": path, "MPSD_STANDIN_GPU": "simulated"}
+        # The stand-in notes its queries in a file, which no campaign reads.
+        looks = {"MPSD_STANDIN_MANAGER": os.devnull} if self.looks else {}
+        return {**environment, "LD_LIBRARY_PATH": path, "MPSD_STANDIN_GPU": "simulated", **looks}
 
     def proxied(
         self,

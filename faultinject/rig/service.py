@@ -141,9 +141,9 @@ class MpsdService:
         self.wait_ready()
         self._watch()
 
-    def launch(self) -> None:
-        """Start the process of the daemon."""
-        extra, self._first_life = self._first_life, {}
+    def launch(self, environment: Mapping[str, str] | None = None) -> None:
+        """Start the process of the daemon. `environment`: more variables of this process alone."""
+        extra, self._first_life = {**self._first_life, **(environment or {})}, {}
         with (self._base / "mpsd.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "mpsd", "run", "--config", str(self._config), "--stop-domains"],

@@ -1,6 +1,7 @@
 """MPSD_DEBUG="name=value,name=value": settings for tests and troubleshooting.
 
-The proxy reads all but die_before_effect (clients/libcuda/src/debug.c), the daemon reads that one.
+The daemon reads die_before_effect and die_after_signal, the proxy reads the others
+(clients/libcuda/src/debug.c).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 
 VARIABLE = "MPSD_DEBUG"
 DIE_BEFORE_EFFECT = "die_before_effect"
+DIE_AFTER_SIGNAL = "die_after_signal"
 FIELDS = (
     "vault",
     "window_base",
@@ -30,6 +32,7 @@ FIELDS = (
     "cutters",
     "release",
     DIE_BEFORE_EFFECT,
+    DIE_AFTER_SIGNAL,
 )
 """Every name that a reader knows."""
 RETIRED = {

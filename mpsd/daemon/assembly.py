@@ -19,6 +19,7 @@ from mpsd.api.percentages import Percentages
 from mpsd.api.privacy import visible_to
 from mpsd.api.statusview import GpuView, own_pids
 from mpsd.api.usernames import prefetch
+from mpsd.base import debug
 from mpsd.base.conditions import Condition
 from mpsd.base.errors import MpsdError, UnsupportedError
 from mpsd.base.model import Gpu, ProcessInstance, ServerState
@@ -52,7 +53,7 @@ from mpsd.daemon.pathchecks import PathChecks
 from mpsd.daemon.performer import Adapters, Performer
 from mpsd.daemon.periodic import PeriodicChecks
 from mpsd.daemon.protection import NodeProtection, of_descriptors
-from mpsd.daemon.runtime import Runtime, dies_before_effect
+from mpsd.daemon.runtime import Runtime, effect_of_death
 from mpsd.daemon.slotpaths import SlotPaths, slot_name
 from mpsd.daemon.views import NodeViews
 from mpsd.fdstore.notify import Notifier, watchdog_interval_s
@@ -202,7 +203,7 @@ class Daemon(NodeViews):
             next_domain=self.layout.last_domain() + 1,
         )
         self.runtime: Runtime = Runtime(
-            first, self._performer.perform, self._changed, dies_before_effect(self._environ)
+            first, self._performer.perform, self._changed, effect_of_death(self._environ)
         )
         self._paths: PathChecks = PathChecks(self._hosts, lambda: self.runtime.state, self._post)
         self._rounds = self._open_rounds()
@@ -373,6 +374,8 @@ class Daemon(NodeViews):
             # A daemon started under nohup(1) outlives its terminal.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._loop.add_signal_handler(number, self._stop.set)
+        if (effect := effect_of_death(self._environ, debug.DIE_AFTER_SIGNAL)) is not None:
+            self._loop.add_signal_handler(signal.SIGUSR2, self.runtime.die_before, effect)
         await self._adopt()
         self.isolation.start()
         await listener.start()

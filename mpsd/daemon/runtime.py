@@ -1,6 +1,6 @@
 """The loop that joins core and the outside world: event, decision, effects.
 
-All effects are carried out here, as one list. So "die before effect N" is one hook (`dies_before_effect`).
+All effects are carried out here, as one list. So "die before effect N" is one hook (`effect_of_death`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Perform = Callable[[Effect], None]
 Changed = Callable[[State, State], None]
 
 
-def dies_before_effect(environ: Mapping[str, str]) -> int | None:
-    """Return the effect before which MPSD_DEBUG=die_before_effect=N ends this process (None: never)."""
-    wanted = debug.fields(environ).get(debug.DIE_BEFORE_EFFECT, "")
+def effect_of_death(environ: Mapping[str, str], field: str = debug.DIE_BEFORE_EFFECT) -> int | None:
+    """Return the effect before which this field of MPSD_DEBUG ends this process (None: never)."""
+    wanted = debug.fields(environ).get(field, "")
     return int(wanted) if wanted.isdigit() else None
 
 
@@ -42,6 +42,10 @@ class Runtime:
         self._busy = False
         self._doom = doom
         self.performed = 0
+
+    def die_before(self, effect: int) -> None:
+        """End this process before this effect, counted from now."""
+        self._doom = self.performed + effect
 
     def post(self, event: Event) -> None:
         """Decide about an event now, or after the event that is being decided."""
@@ -72,6 +76,7 @@ class Runtime:
     def _carry_out(self, effect: Effect) -> None:
         self.performed += 1
         if self.performed == self._doom:
+            log.warning("mpsd kills itself before an effect", effect=type(effect).__name__)
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             self._perform(effect)

@@ -183,6 +183,7 @@ def test_a_report_of_what_is_done_is_there_before_the_end(
         backend="simulated", mode="exact", out=None, works=works, offender="plain", together=together
     )
     args.libcuda, args.driver, args.reads = libraries.proxy, libraries.driver, None
+    args.unproxied = False
     args.kinds, args.faults, args.deadline = ["server_death", "drain"], 1, DEADLINE_S
     whole = run(args, found.append)
     assert [list(made["faults"]) for made in (*found, whole)] == [["server_death"], ["server_death", "drain"]]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from mpsd.base import debug
 from mpsd.base.model import ProcessInstance
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.state import State
-from mpsd.daemon.runtime import Runtime, dies_before_effect
+from mpsd.daemon.runtime import Runtime, effect_of_death
 
 WANTED = ev.SlotWanted("s", ("GPU-a",), 0)
 STARTED = ev.DomainStarted("d1", ProcessInstance(10, 1), ProcessInstance(11, 1))
@@ -51,6 +52,18 @@ def test_state_changes_are_told_before_their_effects() -> None:
     assert isinstance(seen[0], State) and isinstance(seen[1], fx.StartDomain)
 
 
+def test_a_death_is_counted_from_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr("mpsd.daemon.runtime.os.kill", lambda pid, number: done.append(f"signal {number}"))
+    runtime = Runtime(State(), lambda effect: done.append(type(effect).__name__), lambda before, after: None)
+    runtime.post(WANTED)
+    first = len(done)
+    runtime.die_before(2)
+    runtime.post(STARTED)
+    assert done[first + 1] == "signal 9" and len(done) > first + 2
+    assert "signal 9" not in done[:first] and done.count("signal 9") == 1
+
+
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -62,4 +75,10 @@ def test_state_changes_are_told_before_their_effects() -> None:
     ],
 )
 def test_only_a_debug_field_dooms_a_daemon(environ: dict[str, str], expected: int | None) -> None:
-    assert dies_before_effect(environ) == expected
+    assert effect_of_death(environ) == expected
+
+
+def test_a_death_after_the_signal_has_a_field_of_its_own() -> None:
+    environ = {"MPSD_DEBUG": "die_after_signal=4"}
+    assert effect_of_death(environ) is None
+    assert effect_of_death(environ, debug.DIE_AFTER_SIGNAL) == 4

@@ -35,6 +35,7 @@ static const struct {
 	[MPSD_DEBUG_CUTTERS] = { "cutters", "MPSD_FAILOVER_CUTTERS" },
 	[MPSD_DEBUG_RELEASE] = { "release", "MPSD_FAILOVER_GIVE_BACK" },
 	[MPSD_DEBUG_DIE_BEFORE_EFFECT] = { "die_before_effect", NULL },
+	[MPSD_DEBUG_DIE_AFTER_SIGNAL] = { "die_after_signal", NULL },
 };
 
 static const char *values[MPSD_DEBUG_COUNT];

@@ -28,6 +28,7 @@ enum mpsd_debug {
 	MPSD_DEBUG_CUTTERS,
 	MPSD_DEBUG_RELEASE,		/* 0: the memory of a left context stays on the GPU */
 	MPSD_DEBUG_DIE_BEFORE_EFFECT,	/* of the daemon (mpsd/base/debug.py) */
+	MPSD_DEBUG_DIE_AFTER_SIGNAL,	/* likewise */
 	MPSD_DEBUG_COUNT
 };
 

@@ -6,11 +6,12 @@ import argparse
 import shlex
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from faultinject.campaigns.failover import reports
+from faultinject.campaigns.failover import pauses, reports
 from faultinject.campaigns.failover.outcomes import data
 from faultinject.campaigns.failover.programrounds import ProgramRounds, Reference
 from faultinject.campaigns.failover.rounds import (
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace, deliver_partial: Callable[[dict[str, Any]], No
 
     with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
         libraries = find_libraries(args.backend, args.libcuda, args.driver, Path(base), args.reads)
+        libraries = replace(libraries, looks=args.unproxied)
         node = open_node(args.backend, Path(base))
         try:
             settings = main_settings(libraries, args.mode) | STANDBY_ON_DEMAND
@@ -86,6 +88,7 @@ def _report(
     words = ["mpsd-faultinject", "failover", "--backend", args.backend]
     words += ["--works", ",".join(args.works)] if args.works else []
     words += ["--offender", args.offender] if args.offender != OFFENDERS[0] else []
+    words += ["--unproxied"] if args.unproxied else []
     words += ["--together"] if args.together else []
     words += ["--reads", args.reads.name] if args.reads else []
     words += ["--mode", args.mode, "--kinds", ",".join(found), "--faults", str(args.faults)]
@@ -100,6 +103,7 @@ def _report(
         "works": list(args.works),
         "offender": args.offender,
         "together": args.together,
+        "unproxied": args.unproxied,
         "date": date,
         "command": shlex.join(words),
         "leftovers": list(leftovers),
@@ -139,6 +143,7 @@ def _run_kinds(
         _earlier_offenders(args, group),
         args.offender == "known",
         has_long_fault,
+        args.unproxied,
     )
     works = (
         ProgramRounds(rig, libraries, tell_stderr, args.works, offenders, reference) if args.works else None
@@ -195,6 +200,8 @@ def _run_command(args: argparse.Namespace) -> int:
     print(tables.heading(finished))
     print(tables.aligned(reports.table(finished)))
     print(reports.legend())
+    if len(of_programs := pauses.table(finished)) > 1:
+        print(tables.aligned(of_programs))
     deliver(finished)
     return 0 if reports.passed(finished) else 1
 
@@ -219,6 +226,11 @@ def add_parser(commands: Any, types: Any) -> None:
         default=OFFENDERS[0],
         help="without the proxy (default: plain), or under mpsd-run as its neighbours: started after them "
         "(carried), before them (oldest), or before them with kernels that are known (known)",
+    )
+    parser.add_argument(
+        "--unproxied",
+        action="store_true",
+        help="at each fault, one more client of the domain runs without the proxy and is lost",
     )
     parser.add_argument(
         "--together",

@@ -13,7 +13,9 @@ class ProgramOutcome:
 
     `stall`: the longest step that began at most 0.2 s before the fault. `after`: from the fault to the end of
     the first step that began after it. `told`: the error codes that the program got. `suspect`: whether mpsd
-    suspected it. `usual`: its median step, where steps are not short.
+    suspected it. `usual`: its median step, where steps are not short. `moves`: how often mpsd told it to move
+    because of the fault. `trial`: until its replay in a trial domain was over, from the fault and from the
+    order to move there.
     """
 
     alive: bool
@@ -24,6 +26,8 @@ class ProgramOutcome:
     told: list[int] = field(default_factory=list)
     suspect: bool | None = None
     usual: float | None = None
+    moves: int | None = None
+    trial: list[float] | None = None
 
 
 @dataclass(slots=True)
@@ -39,6 +43,8 @@ class Fault:
     nothing: the offender's own wait succeeded and mpsd moved no program, as after some window faults.
     later: fail-overs after `record`, of an offender under the proxy that faulted again in its replay.
     named: whether mpsd named the offender under the proxy; `carried` is its pid.
+    trial: as of a program, for the offender.
+    unproxied: whether the client without the proxy was lost; None: there was none.
     """
 
     kind: str
@@ -57,6 +63,8 @@ class Fault:
     later: list[Mapping[str, Any]] = field(default_factory=list)
     named: bool | None = None
     carried: int | None = None
+    trial: list[float] | None = None
+    unproxied: bool | None = None
 
 
 def program_outcome(report: Mapping[str, Any], at: float) -> ProgramOutcome:

@@ -141,6 +141,7 @@ class ProgramRounds(Rounds):
 
     def end(self) -> str:
         self._end_earlier()
+        self._end_unproxied()
         for work, worker in zip(self._works, self._servers, strict=True):
             self._finish(worker, self._digests[work])
         self._bystander.end()

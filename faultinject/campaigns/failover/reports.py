@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from faultinject.campaigns.failover import pauses
 from faultinject.campaigns.failover.outcomes import Fault, ProgramOutcome
 from faultinject.evidence import files, schema, tables
 from faultinject.registry.kinds import ENGINE, ENGINE_DELAY_MS
@@ -24,6 +25,7 @@ SCHEMA: Mapping[str, tuple[type, ...]] = {
     "works": (list,),  # of names; none: three servers
     "offender": (str,),  # not in the first reports, nor this one
     "together": (bool,),
+    "unproxied": (bool,),  # whether a client without the proxy was in the domain, too
     "faults": (dict,),  # kind: list of Fault
 }
 
@@ -43,6 +45,9 @@ _OPTIONAL_FIELDS = (
     "later",
     "named",
     "carried",
+    "moves",
+    "trial",
+    "unproxied",
 )
 """Fields that older reports lack."""
 BARS_MS: Mapping[bool, float] = {False: 5.0, True: 100.0}
@@ -59,9 +64,8 @@ def load(data: Any, path: Path) -> dict[str, Any] | None:
 
 
 def _problems(data: Mapping[str, Any]) -> Iterator[str]:
-    yield from schema.report_violations(
-        SCHEMA, SCHEMA_VERSION, {"offender": "plain", "together": False, **data}
-    )
+    earlier = {"offender": "plain", "together": False, "unproxied": False}
+    yield from schema.report_violations(SCHEMA, SCHEMA_VERSION, {**earlier, **data})
     for kind, faults in data["faults"].items():
         if not isinstance(faults, list):
             yield f"report.faults.{kind} is no list"
@@ -96,17 +100,20 @@ def judge(faults: Sequence[Mapping[str, Any]]) -> str:
         # An offender with a successful wait may have exited before the fault was known.
         if fault.get("named") is False and fault["offender_code"] != 0:
             return "invalid: an offender under the proxy was not named"
+        if problem := pauses.problem(fault):
+            return problem
     if _count_without_effect(faults) > MAX_WITHOUT_EFFECT * len(faults):
         return f"invalid: {_count_without_effect(faults)} of {len(faults)} faults had no effect"
     for process, counts in open_descriptors(faults).items():
-        if _keeps_growing(counts):
+        if keeps_growing(counts):
             return f"invalid: {process} opened more descriptors with each fault: {counts}"
-    if _keeps_growing(threads(faults)):
+    if keeps_growing(threads(faults)):
         return f"invalid: a program has more threads with each fault: {threads(faults)}"
     return "valid"
 
 
-def _keeps_growing(counts: Sequence[int]) -> bool:
+def keeps_growing(counts: Sequence[int]) -> bool:
+    """Return whether the counts before each fault have no bound."""
     settled = counts[SETTLED_AFTER:]
     return len(settled) > SETTLED_AFTER and (
         settled[-1] > GROWTH * settled[0] or all(map(lt, settled, settled[1:]))
@@ -164,12 +171,12 @@ def _proxied_offender_lines(finished: Mapping[str, Any]) -> Iterator[str]:
         return
     yield "The offenders run under mpsd-run too. While mpsd cannot attribute the fault, they fail over as"
     yield "well. mpsd names an offender when the exception was in its code, or when its replay has faulted"
-    yield "again. Then every other program moves once more."
+    yield "again."
     if finished.get("offender") == "known":
         yield "They start before the programs, and their kernels are known by then."
     for kind, faults in finished["faults"].items():
         named = sum(bool(fault.get("named")) for fault in faults)
-        moves = sorted({1 + len(fault["later"]) for fault in faults if fault["record"]})
+        moves = sorted(set(pauses.moves_of_innocents(faults)))
         each = f"{moves[0]} to {moves[-1]}" if moves else "no"
         by_code = sum(map(_is_named_by_code, faults))
         last = sum(_had_the_last_turn(fault) for fault in faults)
@@ -178,6 +185,13 @@ def _proxied_offender_lines(finished: Mapping[str, Any]) -> Iterator[str]:
             f"{last} in the last turn; {each} moves of every other program for each fault."
         )
     yield ""
+
+
+def _unproxied_lines(finished: Mapping[str, Any]) -> Iterator[str]:
+    if finished.get("unproxied"):
+        yield "At each fault one more client of the domain runs without the proxy. It takes no part in the"
+        yield "fail-over, is lost, and is started again."
+        yield ""
 
 
 def _client_outcomes(fault: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -277,10 +291,10 @@ STEPS = ("held_ms", "fence_ms", "first_ms", "turn_ms", "done_ms")
 def excess_over_stall(faults: Sequence[Mapping[str, Any]], *, suspect: bool) -> list[float]:
     """Return how far the longest step of each such program exceeded a usual step and the stall [ms]."""
     return [
-        program["stall"] - (program.get("usual") or 0.0) - fault["bystander"]
+        beyond
         for fault in faults
         for program in fault["programs"]
-        if program.get("suspect") is suspect and None not in (program["stall"], fault.get("bystander"))
+        if program.get("suspect") is suspect and (beyond := pauses.excess(fault, program)) is not None
     ]
 
 
@@ -358,6 +372,8 @@ def markdown(finished: Mapping[str, Any]) -> str:
         *(f"- `{column}`: {meaning}" for column, meaning in MEANINGS.items()),
         "",
         *_proxied_offender_lines(finished),
+        *_unproxied_lines(finished),
+        *pauses.lines(finished),
         *_growth_lines(finished["faults"]),
         *_without_effect_lines(finished["faults"]),
         tables.left_behind(finished),

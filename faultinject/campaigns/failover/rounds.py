@@ -40,6 +40,9 @@ EXIT_DURING_WORK = ("sigkill_running", "--variant", "endless")
 LINGER_MS = 2000.0
 """How long mpsd waits for the end of an exited client's work before it calls the work endless."""
 NOT_RECORDED = f"no fail-over was recorded within {MOVED_S:.0f} s"
+UNPROXIED_PAUSE_MS = "20"
+"""Between two steps: light work."""
+UNPROXIED_LOST_S = 5.0
 PARTS = ("server_death", "drain")
 
 
@@ -49,13 +52,15 @@ class Offenders:
 
     proxied: under mpsd-run too; while mpsd cannot attribute the fault they fail over as well. earlier: kind
     and number of the offenders that start before all others and wait. known: their kernels are known by then.
-    long_fault: their fault harms no client before mpsd has waited for its end.
+    long_fault: their fault harms no client before mpsd has waited for its end. beside_unproxied: another
+    client without the proxy is in the domain at each fault. It takes no part in the fail-over and is lost.
     """
 
     proxied: bool = False
     earlier: Sequence[tuple[str, int]] = ()
     known: bool = False
     long_fault: bool = False
+    beside_unproxied: bool = False
 
 
 class Rounds:
@@ -73,6 +78,8 @@ class Rounds:
         self._proxied_offenders = self._offenders.proxied
         self._earlier: dict[tuple[str, int], Worker] = {}
         self._servers: list[Worker] = []
+        self._unproxied: Worker | None = None
+        self._unproxied_started = 0
         self._reports: dict[str, int] = {}
         self._seen_failovers = self._seen_faults = 0
 
@@ -135,6 +142,7 @@ class Rounds:
         if kind in HANG:
             fault.delay = LINGER_MS
         try:
+            self._start_unproxied()
             # It starts while the others get their standby contexts.
             offender = None if kind in PARTS else self._take_offender(kind, number)
             self._wait_until_ready(self._servers)
@@ -155,6 +163,7 @@ class Rounds:
             if offender is not None and self._proxied_offenders and not fault.nothing:
                 self._await_end(fault, offender)
             self._collect(fault, at)
+            self._check_unproxied(fault)
             if fault.record is not None:
                 if self._proxied_offenders:
                     # A program that had no standby context when the offender faulted again moves when it has
@@ -164,6 +173,7 @@ class Rounds:
                 new_records = self._failovers_since(fault.record["id"])
                 fault.record, fault.later = new_records[0], new_records[1:]
                 self._mark_suspects(fault, new_records)
+                self._add_moves(fault, new_records)
             fault.bystander, wrong = self._bystander.stall(at)
             if wrong:
                 fault.problem = "the bystander saw wrong results"
@@ -205,6 +215,45 @@ class Rounds:
         suspects = {outcome["pid"] for outcome in outcomes if outcome["suspect"]}
         for server, program in zip(self._servers, fault.programs, strict=False):
             program.suspect = server.pid in suspects if server.pid in known else None
+
+    def _add_moves(self, fault: Fault, new_records: Sequence[Mapping[str, Any]]) -> None:
+        for server, program in zip(self._servers, fault.programs, strict=False):
+            program.moves = records.moves(new_records, server.pid)
+            program.trial = records.trial_ms(new_records, server.pid)
+        if fault.carried is not None:
+            fault.trial = records.trial_ms(new_records, fault.carried)
+
+    def _start_unproxied(self) -> None:
+        """Start the client without the proxy, where the last one has ended. Raises DeadlineError.
+
+        It is a client of the domain before the offender starts, because mpsd may take the client that was
+        started last for the offender.
+        """
+        if not self._offenders.beside_unproxied:
+            return
+        if self._unproxied is not None:
+            # After a planned move it is still in the domain that the programs have left.
+            self._unproxied.end()
+        self._unproxied_started += 1
+        name = f"unproxied-{self._unproxied_started}"
+        client = self._unproxied = self._rig.spawn(name, "survivor", "--pause-ms", UNPROXIED_PAUSE_MS)
+        client.require("ready", timeout=UP_S)
+
+        def attached(status: Mapping[str, Any]) -> bool:
+            return any((c["pid"], c["state"]) == (client.pid, "attached") for c in status["clients"])
+
+        if self._rig.mpsd.until(attached, UP_S) is None:
+            raise DeadlineError("mpsd does not know the client without the proxy")
+
+    def _end_unproxied(self) -> None:
+        if self._unproxied is not None:
+            self._unproxied.end()
+
+    def _check_unproxied(self, fault: Fault) -> None:
+        """Note whether the client without the proxy was lost; after a planned move it is not."""
+        if self._unproxied is not None:
+            met = self._unproxied.wait("error", "gone", timeout=UNPROXIED_LOST_S)
+            fault.unproxied = met is not None
 
     def _new_faults(self) -> list[Mapping[str, Any]]:
         """Return what mpsd has recorded since, in short."""
@@ -368,6 +417,7 @@ class Rounds:
         Raises DeadlineError.
         """
         self._end_earlier()
+        self._end_unproxied()
         for server in self._servers:
             server.tell("stop")
         for server in self._servers:

@@ -132,6 +132,10 @@ class Outages(Rounds):
         time.sleep(SETTLE_S)
         self._await_settled()
         outcome.faults = len({record["domain"] for record in self._failovers_since(before + 1)})
+        self._collect_programs(outcome, at)
+
+    def _collect_programs(self, outcome: Outcome, at: float) -> None:
+        """Record what the protected programs saw since that moment, and which of them mpsd names."""
         pids = {server.pid for server in self._servers}
         for server in self._servers:
             report = self._report(server)
