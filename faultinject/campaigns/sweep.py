@@ -429,7 +429,8 @@ def run_with_failover(plan: SweepPlan, node: Node, base: Path) -> tuple[list[Out
             sampled=plan.sample > 0,
             out=plan.out,
         )
-        tell_stderr(f"{kind}: mpsd performs {found.effects} effects for one fault")
+        if not plan.last:
+            tell_stderr(f"{kind}: mpsd performs {found.effects} effects for one fault")
         outcomes += map(outcome_of, found.deaths)
         leftovers += found.leftovers
     return outcomes, leftovers

@@ -61,6 +61,7 @@ class EffectDeaths(Outages):
         super().__init__(rig, libraries, tell, clock() + SCENARIO_S)
         self._launched_for = self._next = 0
         self._unsettled: set[int] = set()
+        self._counts = False
 
     def death(self, kind: str, effect: int, following: int) -> Death:
         """Let mpsd die before this effect, counted from the order to fault, and start it again.
@@ -94,6 +95,7 @@ class EffectDeaths(Outages):
         finally:
             if offender is not None:
                 offender.end()
+            self._replace_counting()
         death.complaints += complaints(death)
         self._tell(f"{kind}, effect {effect} {death.before}: {'; '.join(death.complaints) or 'valid'}")
         return death
@@ -101,7 +103,7 @@ class EffectDeaths(Outages):
     def _launch(self, effect: int) -> None:
         """Start an mpsd that will die before this effect, counted from the signal. Raises MpsdError."""
         self._rig.mpsd.launch(debug.variable(die_after_signal=effect))
-        self._launched_for = effect
+        self._launched_for, self._counts = effect, False
         self._rig.mpsd.wait_ready(self._left(UP_S))
 
     def _arm(self) -> int:
@@ -111,11 +113,19 @@ class EffectDeaths(Outages):
             time.sleep(POLL_S)
             if (now := self._performed()) != last:
                 last, since = now, clock()
+        self._counts = True
         os.kill(self._rig.mpsd.pid, signal.SIGUSR2)
         # The answer comes after the signal: one loop handles both. An effect of another cause may be N.
         with suppress(MpsdError):
             last = self._performed()
         return last
+
+    def _replace_counting(self) -> None:
+        """Replace an mpsd that did not die: it would die of the effects of its own end."""
+        if self._counts:
+            with suppress(MpsdError):
+                self._rig.mpsd.kill()
+                self._launch(self._next)
 
     def _performed(self) -> int:
         return int(self._rig.mpsd.status()["counters"]["effects_performed"])
