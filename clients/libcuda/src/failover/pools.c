@@ -229,7 +229,9 @@ static CUdeviceptr find_free(struct mpsd_pool *pool, size_t size, const struct p
 	CUdeviceptr address = take_free(pool, size, &wanted);
 	bool may_look = pool->reuse[MPSD_REUSE_OPPORTUNISTIC] && place->is_current && !mpsd_capture_active();
 
-	if (!address && may_look && (wanted.count || wanted.unfenced) && look(&wanted))
+	if (!wanted.count && (address || !wanted.unfenced))
+		return address;
+	if (!address && may_look && look(&wanted))
 		address = take_free(pool, size, &again);
 	pthread_mutex_lock(&lock);
 	for (unsigned int i = 0; i < wanted.count; i++)
