@@ -26,6 +26,7 @@ OPPORTUNISTIC, THRESHOLD, RESERVED, RESERVED_HIGH, USED, USED_HIGH = 2, 4, 5, 6,
 HANDLE, RANGE_SIZE, LEGACY_IPC = 17, 12, 10
 NOT_FOUND, INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED = 500, 1, 2, 801
 FOREVER = 2**64 - 1
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 PLAIN, EXPORTED = (f"struct.pack('=iiii72x', 1, {handles}, 1, 0)" for handles in (0, 1))
 """Properties of a pool of device memory, without and with descriptors."""
 
@@ -342,6 +343,29 @@ def test_in_a_capture_it_is_a_node_of_the_graph_and_does_not_move(
     # The stand-in has no such nodes.
     assert ask(f"gpu.code('cuMemAllocAsync', ctypes.byref(value), {MIB}, s)") == f"{NOT_SUPPORTED}"
     assert line.hear(moving.OPAQUE).text == "cuMemAllocAsync in a capture"
+    assert ask.end() == ""
+
+
+@MODES
+@pytest.mark.parametrize("kind", [GLOBAL, THREAD_LOCAL, RELAXED])
+def test_allocations_beside_a_capture_do_not_spoil_it(post: Post, ask: Program, mode: int, kind: int) -> None:
+    line = post.greet(mode)
+    helpers(ask)
+    keep_all(ask)
+    ask(f"m, k = alloc({4 * MIB}, t), gpu.memory({4 * MIB}); gpu.sync()")
+    assert ask(f"gpu.code('cuStreamBeginCapture_v2', s, {kind})") == "0"
+    assert ask("gpu.run('add', k, 8, 3, stream=s), free(m, t)") == "(0, 0)"
+    assert (
+        ask(f"alloc({4 * MIB}, t) == m, alloc({6 * MIB}, t) > 0, alloc(700, t) > 0") == "(True, True, True)"
+    )
+    assert (
+        ask("graph = ctypes.c_uint64(); code = gpu.code('cuStreamEndCapture', s, ctypes.byref(graph))")
+        == "None"
+    )
+    assert ask("code") == "0"
+    ask("launch = gpu.made('cuGraphInstantiateWithFlags', graph.value, 0)")
+    assert ask("gpu.code('cuGraphLaunch', launch, s), sync(s), gpu.word(k)") == "(0, 0, 3)"
+    assert line.is_silent()
     assert ask.end() == ""
 
 

@@ -1,4 +1,4 @@
-"""Random programs with stream-ordered allocations see the same as without a fault, moved between two calls."""
+"""Random programs with stream-ordered allocations, moved anywhere, see the same as without a fault."""
 
 from __future__ import annotations
 

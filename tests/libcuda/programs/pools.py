@@ -67,7 +67,7 @@ class Program(Driver):
         pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
         self("cuLaunchKernel", self.functions[kernel], *[1] * 6, 0, self.streams[stream], pointers, None)
 
-    def alloc(self, stream: int, slot: int, value: int) -> None:
+    def allocate(self, stream: int, slot: int, value: int) -> None:
         size = SIZES[value % len(SIZES)]
         self.slots[slot] = self.made("cuMemAllocAsync", size, self.streams[stream])
         self.last[slot] = stream
@@ -87,7 +87,7 @@ class Program(Driver):
         if what == "alloc":
             if self.slots[one]:
                 self.free(two % STREAMS, one)
-            self.alloc(stream, one, value)
+            self.allocate(stream, one, value)
         elif what == "wait":
             self("cuStreamSynchronize", self.streams[stream])
         elif what == "wait_all":
