@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Memory of stream-ordered allocations (failover/pools.h): the blocks in use and the free ones that are kept for later.
+ * Memory of stream-ordered allocations (failover/pools.h): the blocks in use, and free ones that are kept for later.
  * Pure bookkeeping: it calls nothing of CUDA's and has no lock.
  *
- * A block is one allocation of cuMemAlloc. It is never split, so that addresses, guard zones and snapshots stay those of an
- * allocation. A request takes a free block that is at most an eighth larger.
+ * A block is one allocation of cuMemAlloc. It is never split, so that addresses, guard zones and snapshots stay those
+ * of an allocation. A request takes a free block that is at most an eighth larger.
  */
 #pragma once
 
@@ -25,7 +25,7 @@ struct mpsd_poolblock {
 	bool is_free;
 	/* Of a free one: */
 	bool is_idle;			/* no work uses it any more, by the program's word */
-	uint64_t stream;		/* in whose order it was freed (pools.c); 0: in that of no stream that is left */
+	uint64_t stream;		/* in whose order it was freed (pools.c); 0: of no stream that is left */
 	uint64_t order;			/* counts all frees, from 1 */
 	uint64_t moves;			/* before the driver instance of that call */
 	struct mpsd_pool_fence *fence;	/* behind the work before it was freed; NULL: none yet */

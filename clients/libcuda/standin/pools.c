@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * Stream-ordered allocations and memory pools, as objects with attributes. An allocation is there at once, and a free waits
- * for all work: no pool keeps memory.
+ * Stream-ordered allocations and memory pools, as objects with attributes. An allocation is there at once, and a free
+ * waits for all work: no pool keeps memory.
  */
 #include <stdlib.h>
 

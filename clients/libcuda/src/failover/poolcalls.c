@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * Memory pools as objects: the program's handles, attributes and current pools. The default pools are in each driver instance;
- * one that the program has made is the proxy's alone after a move.
+ * Memory pools as objects: the program's handles, attributes and current pools. The default pools are in each driver
+ * instance; one that the program has made is the proxy's alone after a move.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -121,7 +121,8 @@ CUresult make_cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice dev)
 	return make_cuDeviceGetDefaultMemPool(pool, dev);
 }
 
-#define PASS(what, call) (mpsd_line_made(CUDA_SUCCESS, what) == CUDA_SUCCESS && mpsd_relay_flush() ? (call) : MPSD_AGAIN)
+#define PASS(what, call) \
+	(mpsd_line_made(CUDA_SUCCESS, what) == CUDA_SUCCESS && mpsd_relay_flush() ? (call) : MPSD_AGAIN)
 
 static CUresult set_current(CUdevice dev, struct mpsd_pool *pool, CUmemoryPool native)
 {
@@ -231,8 +232,7 @@ static CUresult set(struct mpsd_pool *pool, CUmemPool_attribute attribute, const
 		return CUDA_SUCCESS;
 	case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD:
 		pool->threshold = *(const cuuint64_t *)value;
-		if (mpsd_pools_is_over(pool))
-			atomic_store_explicit(&mpsd_pools_over, true, memory_order_relaxed);
+		mpsd_pools_set_over(pool);
 		return CUDA_SUCCESS;
 	case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH:
 	case CU_MEMPOOL_ATTR_USED_MEM_HIGH:

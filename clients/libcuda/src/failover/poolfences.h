@@ -19,7 +19,7 @@ struct mpsd_pool_fence {
 
 /*
  * Behind all that was submitted to the stream so far, by the program's name for it; or in any mode by an event, for a
- * stream of this call's driver instance that is about to end. One share is the caller's. NULL: that cannot be known now.
+ * stream of this call's driver instance that is about to end. One share is the caller's. NULL: it cannot be known now.
  */
 struct mpsd_pool_fence *mpsd_poolfence_new(CUstream stream);
 struct mpsd_pool_fence *mpsd_poolfence_of(CUstream native);

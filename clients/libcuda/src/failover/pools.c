@@ -36,40 +36,49 @@ void mpsd_pools_unlock(void)
 	pthread_mutex_unlock(&lock);
 }
 
+uint64_t mpsd_pools_frees(void)
+{
+	return frees;
+}
+
 bool mpsd_pools_is_over(const struct mpsd_pool *pool)
 {
 	return pool->kept && pool->reserved > pool->threshold;
 }
 
-/* Where the allocation, or the free, is ordered. False: the driver does not say, or it is no primary context's. */
+/* Where the allocation, or the free, is ordered. */
 struct place {
 	CUcontext context;
 	CUdevice device;
 	uint64_t key;
+	bool is_primary;	/* whether the context is one; else the rest is not known */
 	bool is_current;
 };
 
-static bool find_place(CUstream stream, struct place *place)
+static CUresult find_place(CUstream stream, struct place *place)
 {
 	bool is_legacy = !stream || stream == CU_STREAM_LEGACY;
 	CUcontext current;
+	CUresult result = real_cuCtxGetCurrent(&current);
 
-	if (real_cuCtxGetCurrent(&current) != CUDA_SUCCESS || stream == CU_STREAM_PER_THREAD)
-		return false;
 	place->context = current;
-	if (!is_legacy && real_cuStreamGetCtx(mpsd_native(stream), &place->context) != CUDA_SUCCESS)
-		return false;
-	if (!mpsd_memory_is_primary(place->context, &place->device))
-		return false;
+	if (result == CUDA_SUCCESS && !is_legacy)
+		result = real_cuStreamGetCtx(mpsd_native(stream), &place->context);
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!place->context)
+		return CUDA_ERROR_INVALID_CONTEXT;
+	place->is_primary = stream != CU_STREAM_PER_THREAD && mpsd_memory_is_primary(place->context, &place->device);
 	place->is_current = place->context == current;
-	place->key = is_legacy ? 1 + (uint64_t)place->device : (uint64_t)(uintptr_t)stream;
-	return true;
+	if (place->is_primary)
+		place->key = is_legacy ? 1 + (uint64_t)place->device : (uint64_t)(uintptr_t)stream;
+	return CUDA_SUCCESS;
 }
 
 /* Blocks, with the lock */
 
 /* What comes next in this driver instance comes after all that was replayed, and after the fence of the last one. */
-static bool is_idle(const struct mpsd_poolblock *block)
+static bool is_unused(const struct mpsd_poolblock *block)
 {
 	return block->is_idle || block->moves < mpsd_tables()->moves || (block->fence && block->fence->is_reached);
 }
@@ -95,7 +104,7 @@ static bool may_take(struct mpsd_poolblock *block, void *with)
 {
 	struct wanted *wanted = with;
 
-	if (block->stream == wanted->key || is_idle(block))
+	if ((block->stream && block->stream == wanted->key) || is_unused(block))
 		return true;
 	if (block->fence)
 		note_fence(wanted, block->fence);
@@ -104,13 +113,13 @@ static bool may_take(struct mpsd_poolblock *block, void *with)
 	return false;
 }
 
-static void set_over(const struct mpsd_pool *pool)
+void mpsd_pools_set_over(const struct mpsd_pool *pool)
 {
 	if (mpsd_pools_is_over(pool))
 		atomic_store_explicit(&mpsd_pools_over, true, memory_order_relaxed);
 }
 
-static void drop_fence(struct mpsd_poolblock *block)
+void mpsd_pools_drop_fence(struct mpsd_poolblock *block)
 {
 	if (block->fence)
 		mpsd_poolfence_leave(block->fence);
@@ -124,7 +133,7 @@ static void use(struct mpsd_pool *pool, size_t size)
 		pool->used_high = pool->used;
 }
 
-static void count_gone(struct mpsd_poolblock *block)
+void mpsd_pools_count_gone(struct mpsd_poolblock *block)
 {
 	block->pool->reserved -= block->capacity;
 	if (block->is_free)
@@ -141,10 +150,10 @@ static void drop_ended(CUdeviceptr address)
 	if (!block)
 		return;
 	mpsd_poolblocks_remove(block);
-	count_gone(block);
+	mpsd_pools_count_gone(block);
 	if (block->fence)
 		mpsd_poolfence_lose(block->fence);
-	drop_fence(block);
+	mpsd_pools_drop_fence(block);
 	free(block);
 }
 
@@ -158,7 +167,7 @@ static CUdeviceptr take_free(struct mpsd_pool *pool, size_t size, struct wanted 
 	block = mpsd_poolblocks_fit(pool, size, may_take, wanted);
 	if (block) {
 		mpsd_poolblocks_take(block);
-		drop_fence(block);
+		mpsd_pools_drop_fence(block);
 		block->size = size;
 		pool->kept -= block->capacity;
 		use(pool, size);
@@ -312,7 +321,8 @@ static CUresult alloc(struct mpsd_pool *pool, const struct place *place, CUdevic
 }
 
 /* What the driver serves does not move, and is noted before the call. */
-#define PASS(what, call) (mpsd_line_made(CUDA_SUCCESS, what) == CUDA_SUCCESS && mpsd_relay_flush() ? (call) : MPSD_AGAIN)
+#define PASS(what, call) \
+	(mpsd_line_made(CUDA_SUCCESS, what) == CUDA_SUCCESS && mpsd_relay_flush() ? (call) : MPSD_AGAIN)
 
 /* A program that cannot move anyway has the driver's pools, with all that belongs to them. */
 static bool is_served(const struct mpsd_pool *pool)
@@ -321,47 +331,56 @@ static bool is_served(const struct mpsd_pool *pool)
 			(!pool->is_default && pool->since != mpsd_tables()->moves));
 }
 
+#define ASYNC "cuMemAllocAsync"
+#define IN_CAPTURE "cuMemAllocAsync in a capture"
+#define FROM_POOL "cuMemAllocFromPoolAsync"
+
 CUresult make_cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
 {
-	struct mpsd_pool *pool;
-	struct place place;
+	struct place place = { 0 };
+	CUresult result;
 
 	/* What is wrong with the arguments is for the driver to say. */
 	if (!dptr || !bytesize)
 		return inner_cuMemAllocAsync(dptr, bytesize, mpsd_native(hStream));
 	if (mpsd_is_captured(hStream))
-		return PASS("cuMemAllocAsync in a capture", inner_cuMemAllocAsync(dptr, bytesize, mpsd_native(hStream)));
-	if (!find_place(hStream, &place))
-		return PASS("cuMemAllocAsync", inner_cuMemAllocAsync(dptr, bytesize, mpsd_native(hStream)));
-	pool = mpsd_pools_current(place.device);
-	if (!is_served(pool))
-		return PASS("cuMemAllocAsync", inner_cuMemAllocAsync(dptr, bytesize, mpsd_native(hStream)));
-	return alloc(pool, &place, dptr, bytesize);
+		return PASS(IN_CAPTURE, inner_cuMemAllocAsync(dptr, bytesize, mpsd_native(hStream)));
+	result = find_place(hStream, &place);
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!place.is_primary || !is_served(mpsd_pools_current(place.device)))
+		return PASS(ASYNC, inner_cuMemAllocAsync(dptr, bytesize, mpsd_native(hStream)));
+	return alloc(mpsd_pools_current(place.device), &place, dptr, bytesize);
 }
 
 CUresult make_cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream)
 {
 	struct mpsd_pool *from = mpsd_pools_named(pool);
 	CUmemoryPool native = mpsd_pools_native(pool);
-	struct place place;
+	struct place place = { 0 };
+	CUresult result;
 
 	if (!native && !from)
-		return PASS("cuMemAllocFromPoolAsync", CUDA_ERROR_NOT_SUPPORTED);
+		return PASS(FROM_POOL, CUDA_ERROR_NOT_SUPPORTED);
 	if (!dptr || !bytesize)
 		return native ? inner_cuMemAllocFromPoolAsync(dptr, bytesize, native, mpsd_native(hStream))
 			      : CUDA_ERROR_INVALID_VALUE;
-	if (!is_served(from) || mpsd_is_captured(hStream) || !find_place(hStream, &place) ||
-	    place.device != from->device)
-		return PASS("cuMemAllocFromPoolAsync",
-			    native ? inner_cuMemAllocFromPoolAsync(dptr, bytesize, native, mpsd_native(hStream))
-				   : CUDA_ERROR_NOT_SUPPORTED);
-	return alloc(from, &place, dptr, bytesize);
+	if (!mpsd_is_captured(hStream) && is_served(from)) {
+		result = find_place(hStream, &place);
+		if (result != CUDA_SUCCESS)
+			return result;
+		if (place.is_primary && place.device == from->device)
+			return alloc(from, &place, dptr, bytesize);
+	}
+	if (!native)
+		return PASS(FROM_POOL, CUDA_ERROR_NOT_SUPPORTED);
+	return PASS(FROM_POOL, inner_cuMemAllocFromPoolAsync(dptr, bytesize, native, mpsd_native(hStream)));
 }
 
 /* Frees */
 
-/* False: no block begins there. `key` 0: no work uses it any more. */
-static bool keep(CUdeviceptr address, uint64_t key, CUresult *result)
+/* False: no block begins there. `is_idle`: no work uses it any more. */
+static bool keep(CUdeviceptr address, uint64_t key, bool is_idle, CUresult *result)
 {
 	struct mpsd_poolblock *block;
 	bool is_used;
@@ -377,12 +396,12 @@ static bool keep(CUdeviceptr address, uint64_t key, CUresult *result)
 			block->pool->reserved += block->capacity;
 		}
 		block->stream = key;
-		block->is_idle = !key;
+		block->is_idle = is_idle;
 		block->order = ++frees;
 		block->moves = mpsd_tables()->moves;
 		block->pool->kept += block->capacity;
 		mpsd_poolblocks_keep(block);
-		set_over(block->pool);
+		mpsd_pools_set_over(block->pool);
 	}
 	pthread_mutex_unlock(&lock);
 	if (is_used)
@@ -410,160 +429,28 @@ bool mpsd_pools_free(CUdeviceptr address, CUresult *result)
 	if (mpsd_capture_active())
 		said = mpsd_capture_probe();
 	if (said == CUDA_SUCCESS)
-		return keep(address, 0, result);
+		return keep(address, 0, true, result);
 	*result = said;
 	return true;
 }
 
 CUresult make_cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream)
 {
-	struct place place;
+	struct place place = { 0 };
 	CUresult result;
 
 	if (mpsd_is_captured(hStream))
 		return PASS("cuMemFreeAsync in a capture", inner_cuMemFreeAsync(dptr, mpsd_native(hStream)));
 	if (is_block(dptr)) {
-		if (!find_place(hStream, &place))
-			return mpsd_is_left() ? MPSD_AGAIN : CUDA_ERROR_INVALID_HANDLE;
-		if (keep(dptr, place.key, &result))
+		result = find_place(hStream, &place);
+		/* What was freed in the order of another context than a primary one waits for a release. */
+		if (result != CUDA_SUCCESS || keep(dptr, place.key, false, &result))
 			return result;
 	}
 	/* Memory of cuMemAlloc is freed after a wait. */
 	if (mpsd_memory_is_in_window(dptr))
 		return make_cuMemFree_v2(dptr);
 	return mpsd_relay_flush() ? inner_cuMemFreeAsync(dptr, mpsd_native(hStream)) : MPSD_AGAIN;
-}
-
-/* Blocks that go */
-
-struct release {
-	struct mpsd_pool *pool;		/* NULL: each that is over its threshold, or all of them */
-	bool is_all;
-	uint64_t keep, until;
-	unsigned int freed;
-	struct mpsd_poolblock *block;
-};
-
-static uint64_t to_keep(const struct release *release, const struct mpsd_pool *pool)
-{
-	return release->is_all ? 0 : release->pool ? release->keep : pool->threshold;
-}
-
-static bool find_one(struct mpsd_poolblock *block, void *with)
-{
-	struct release *release = with;
-	struct mpsd_pool *pool = block->pool;
-
-	if ((release->pool && release->pool != pool) || block->order > release->until ||
-	    pool->reserved < to_keep(release, pool) + block->capacity)
-		return true;
-	release->block = block;
-	return false;
-}
-
-static void put_back(struct mpsd_poolblock *block)
-{
-	block->pool->reserved += block->capacity;
-	block->pool->kept += block->capacity;
-	mpsd_poolblocks_put_back(block);
-	set_over(block->pool);
-}
-
-/* It is nobody's meanwhile. */
-static bool take_out(struct release *release)
-{
-	release->block = NULL;
-	pthread_mutex_lock(&lock);
-	mpsd_poolblocks_each(find_one, release);
-	if (release->block) {
-		mpsd_poolblocks_remove(release->block);
-		count_gone(release->block);
-	}
-	pthread_mutex_unlock(&lock);
-	return release->block;
-}
-
-static CUresult release_blocks(const void *with)
-{
-	struct release *release = *(struct release *const *)with;
-	CUresult result = CUDA_SUCCESS;
-
-	while (result == CUDA_SUCCESS && take_out(release)) {
-		result = inner_cuMemFree_v2(release->block->address);
-		pthread_mutex_lock(&lock);
-		if (result == CUDA_SUCCESS)
-			drop_fence(release->block);
-		else
-			put_back(release->block);
-		pthread_mutex_unlock(&lock);
-		if (result != CUDA_SUCCESS)
-			break;
-		free(release->block);
-		release->freed++;
-	}
-	mpsd_poolfences_sweep();
-	return result;
-}
-
-static struct release new_release(struct mpsd_pool *pool, bool is_all, uint64_t bytes)
-{
-	struct release release = { .pool = pool, .is_all = is_all, .keep = bytes };
-
-	pthread_mutex_lock(&lock);
-	release.until = frees;
-	pthread_mutex_unlock(&lock);
-	return release;
-}
-
-bool mpsd_pools_have_free(void)
-{
-	struct release release = new_release(NULL, true, 0);
-
-	/* What is freed during a capture stays: nothing may be waited for. */
-	if (mpsd_capture_active())
-		return false;
-	pthread_mutex_lock(&lock);
-	mpsd_poolblocks_each(find_one, &release);
-	pthread_mutex_unlock(&lock);
-	return release.block;
-}
-
-CUresult mpsd_pools_give_back(const void *unused)
-{
-	struct release release = new_release(NULL, true, 0), *with = &release;
-	CUresult result = release_blocks(&with);
-
-	(void)unused;
-	if (result != CUDA_SUCCESS && (result == MPSD_AGAIN || mpsd_is_loss(result)))
-		return result;
-	return release.freed ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
-}
-
-void mpsd_pools_trim(struct mpsd_pool *pool, uint64_t bytes)
-{
-	struct release release = new_release(pool, false, bytes), *with = &release;
-
-	if (!mpsd_capture_active())
-		mpsd_exact_at_rest(release_blocks, &with);
-}
-
-static bool find_over(struct mpsd_poolblock *block, void *with)
-{
-	*(bool *)with |= mpsd_pools_is_over(block->pool);
-	return !*(bool *)with;
-}
-
-void mpsd_pools_release_over(void)
-{
-	uint64_t moves = mpsd_carry_enter();
-	bool is = false;
-
-	mpsd_pools_trim(NULL, 0);
-	pthread_mutex_lock(&lock);
-	mpsd_poolblocks_each(find_over, &is);
-	atomic_store_explicit(&mpsd_pools_over, is, memory_order_relaxed);
-	pthread_mutex_unlock(&lock);
-	mpsd_carry_leave(moves);
 }
 
 /* What others tell, and ask */
@@ -574,11 +461,11 @@ static bool inherit(struct mpsd_poolblock *block, void *with)
 
 	if (block->pool != with)
 		return true;
-	count_gone(block);
+	mpsd_pools_count_gone(block);
 	block->pool = heir;
 	heir->reserved += block->capacity;
 	heir->kept += block->capacity;
-	set_over(heir);
+	mpsd_pools_set_over(heir);
 	return true;
 }
 
@@ -623,7 +510,7 @@ static bool count_unfenced(struct mpsd_poolblock *block, void *with)
 {
 	struct leaving *leaving = with;
 
-	leaving->count += block->stream == leaving->key && !block->fence && !is_idle(block);
+	leaving->count += block->stream == leaving->key && !block->fence && !is_unused(block);
 	return true;
 }
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Stream-ordered allocations (cuMemAllocAsync) where a fail-over may come: served from the window, as cuMemAlloc's are, by
- * the default pools and by pools of device memory that the program makes.
+ * Stream-ordered allocations (cuMemAllocAsync) where a fail-over may come: served from the window, as cuMemAlloc's
+ * are, by the default pools and by pools of device memory that the program makes.
  *
  *	cuMemFreeAsync  --> the block stays mapped and is kept, with its stream      (poolblocks.h)
- *	cuMemAllocAsync --> a kept block of that stream; of another stream once the GPU is past the free; else cuMemAlloc
+ *	cuMemAllocAsync --> a kept block of that stream, or of another one that the GPU is past; else cuMemAlloc
  *
  * A kept block is not unmapped while work of its epoch may be replayed. Work is replayed in the order in which it was
  * submitted, so each operation finds in the block what it found the first time.
@@ -28,7 +28,7 @@ struct mpsd_pool {
 	CUmemoryPool name;		/* what the program calls it; NULL: it has not asked yet */
 	CUdevice device;
 	bool is_default, is_gone;
-	uint64_t since;			/* `moves` before the driver instance that has it; the default pools are in each */
+	uint64_t since;			/* `moves` before the driver instance that has it; each has the default pools */
 	int reuse[MPSD_REUSES];
 	uint64_t threshold;
 	uint64_t used, used_high;	/* bytes asked for */
@@ -49,12 +49,17 @@ CUmemoryPool mpsd_pools_ask_default(CUdevice device);
 /* Likewise: what the driver instance of this call calls it. NULL: it has no such pool. */
 CUmemoryPool mpsd_pools_native(CUmemoryPool name);
 
-/* pools.c */
+/* pools.c, the others with the lock */
+struct mpsd_poolblock;
 void mpsd_pools_lock(void);
 void mpsd_pools_unlock(void);
-bool mpsd_pools_is_over(const struct mpsd_pool *pool);	/* with the lock */
+bool mpsd_pools_is_over(const struct mpsd_pool *pool);
+void mpsd_pools_set_over(const struct mpsd_pool *pool);	/* if it is */
+uint64_t mpsd_pools_frees(void);
+void mpsd_pools_drop_fence(struct mpsd_poolblock *block);
+void mpsd_pools_count_gone(struct mpsd_poolblock *block);	/* it is not its pool's any more */
 
-/* Free blocks of that pool go as long as so many bytes stay, if nothing is in flight. NULL: of all pools over their thresholds. */
+/* poolrelease.c: free blocks go while so many bytes stay, if nothing is in flight. NULL: of pools over thresholds. */
 void mpsd_pools_trim(struct mpsd_pool *pool, uint64_t keep);
 
 /* A pool has ended: its free blocks are the default pool's. */
@@ -64,14 +69,14 @@ void mpsd_pools_inherit(struct mpsd_pool *pool);
 extern atomic_bool mpsd_pools_over;
 void mpsd_pools_release_over(void);
 
-/* After a wait of the program's for work: what is over the threshold is released if nothing is in flight. Not in a call. */
+/* After a wait of the program's for work, outside a call: what is over a threshold goes if nothing is in flight. */
 static inline void mpsd_pools_waited(void)
 {
 	if (__builtin_expect(atomic_load_explicit(&mpsd_pools_over, memory_order_relaxed), 0))
 		mpsd_pools_release_over();
 }
 
-/* Whether there are free blocks that may be released; mpsd_exact_without_work() calls the other for memory that is short. */
+/* Whether there are free blocks that may go; if memory is short, mpsd_exact_without_work() calls the other one. */
 bool mpsd_pools_have_free(void);
 CUresult mpsd_pools_give_back(const void *unused);
 
