@@ -144,6 +144,7 @@ def source(carried: Sequence[Carried], per_thread: Sequence[PerThread]) -> Itera
     yield '#include "exact/order.h"'
     yield '#include "failover/carry.h"'
     yield '#include "failover/plain.h"'
+    yield '#include "failover/pools.h"'
     yield '#include "launches.h"'
     for one in carried:
         yield f"{_begin(one)}({_list(one.function)})"
@@ -280,6 +281,9 @@ def _body(one: Carried) -> Iterator[str]:
     if one.does == "work" and name.startswith("cuEventRecord"):
         yield "\tif (result == CUDA_SUCCESS)"
         yield f"\t\tmpsd_event_recorded(hEvent, {stream}, moves);"
+    if one.polls and one.does != "waits_legacy":
+        yield "\tif (result == CUDA_SUCCESS)"
+        yield "\t\tmpsd_pools_waited();"
     # A fail-over may have happened meanwhile.
     for argument in read:
         yield f"\tif (result == CUDA_SUCCESS && !mpsd_read({argument}))"

@@ -19,6 +19,7 @@
 #include "failover/carry.h"
 #include "failover/line.h"
 #include "failover/mirror.h"
+#include "failover/pools.h"
 #include "ipc.h"
 #include "launches.h"
 #include "marks.h"
@@ -156,6 +157,7 @@ CUresult mpsd_windows_free(struct window *window, CUdeviceptr address, bool keep
 		return CUDA_ERROR_INVALID_VALUE;
 	mpsd_ledger_freed(address);
 	mpsd_capture_forget(address);
+	mpsd_pools_forget(address);
 	if (empty.size) {
 		mpsd_share_forget(empty.base);
 		mpsd_still_gone(empty.base);

@@ -14,7 +14,7 @@
 	result_;				\
 })
 
-/* What is there for a fail-over gives way to pools, too. A program that uses one is not moved any more. */
+/* What is there for a fail-over gives way to the driver's pools, too. A program that uses one is not moved any more. */
 static bool has_more(CUresult *result, struct mpsd_shortage *shortage)
 {
 	bool is = mpsd_exact_has_more_room(result, shortage);

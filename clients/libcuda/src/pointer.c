@@ -5,6 +5,7 @@
  */
 #include "channel.h"
 #include "marks.h"
+#include "failover/pools.h"
 #include "failover/vmm.h"
 #include "hold.h"
 #include "memory.h"
@@ -14,12 +15,17 @@ CUresult wrap_cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdevic
 {
 	struct mpsd_allocation allocation;
 	bool is = mpsd_memory_find(dptr, &allocation);
+	struct mpsd_pool_answer pool;
 	CUdevice device;
 
 	/* Where there is none, the driver would find the slab: its answer is for other addresses. */
 	if ((!is && (!mpsd_memory_is_in_window(dptr) || mpsd_memory_is_held(dptr))) ||
 	    real_cuCtxGetDevice(&device) != CUDA_SUCCESS)
 		return real_cuMemGetAddressRange_v2(pbase, psize, dptr);
+	if (is && mpsd_pools_look(allocation.base, &pool)) {
+		is = !pool.is_free && dptr - allocation.base < pool.size;
+		allocation.size = pool.size;
+	}
 	if (!is)
 		return CUDA_ERROR_NOT_FOUND;
 	if (pbase)
@@ -32,6 +38,9 @@ CUresult wrap_cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdevic
 /* False for what the driver answers. Truth is one byte: whatever the caller has, that fits. */
 static bool put_right(void *data, CUpointer_attribute attribute, const struct mpsd_allocation *allocation)
 {
+	struct mpsd_pool_answer pool;
+	bool is_pooled = mpsd_pools_look(allocation->base, &pool);
+
 	switch (attribute) {
 	case CU_POINTER_ATTRIBUTE_CONTEXT:
 		*(CUcontext *)data = allocation->owner;
@@ -43,20 +52,20 @@ static bool put_right(void *data, CUpointer_attribute attribute, const struct mp
 		*(unsigned long long *)data = mpsd_mark_id(allocation->base);
 		return true;
 	case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
-		*(bool *)data = !allocation->is_imported && mpsd_channel_path();
+		*(bool *)data = !allocation->is_imported && !is_pooled && mpsd_channel_path();
 		return true;
 	case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
 		*(CUdeviceptr *)data = allocation->base;
 		return true;
 	case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
-		*(size_t *)data = allocation->size;
+		*(size_t *)data = is_pooled ? pool.size : allocation->size;
 		return true;
 	case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
 		/* A program that exports what it finds here would export the whole slab as the allocation. */
 		*(unsigned long long *)data = CU_MEM_HANDLE_TYPE_NONE;
 		return true;
 	case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
-		*(CUmemoryPool *)data = NULL;
+		*(CUmemoryPool *)data = is_pooled ? pool.pool : NULL;
 		return true;
 	default:
 		return false;

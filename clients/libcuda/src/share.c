@@ -11,6 +11,7 @@
 #include <sys/random.h>
 
 #include "channel.h"
+#include "failover/pools.h"
 #include "ipc.h"
 #include "marks.h"
 #include "proxy.h"
@@ -138,12 +139,14 @@ CUresult wrap_cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr dptr)
 {
 	struct mpsd_ipc_handle handle = { 0 };
 	struct mpsd_allocation allocation;
+	struct mpsd_pool_answer pool;
 	CUdevice device;
 	bool done;
 
 	if (!pHandle || real_cuCtxGetDevice(&device) != CUDA_SUCCESS || !mpsd_memory_find(dptr, &allocation))
 		return real_cuIpcGetMemHandle(pHandle, dptr);
-	if (allocation.is_imported)
+	/* The driver shares no memory of a pool so. */
+	if (allocation.is_imported || mpsd_pools_look(allocation.base, &pool))
 		return CUDA_ERROR_INVALID_VALUE;
 	memcpy(handle.magic, MPSD_IPC_MAGIC, sizeof(handle.magic));
 	handle.offset = allocation.base - allocation.piece;

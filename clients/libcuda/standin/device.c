@@ -200,7 +200,7 @@ static CUresult pointer_attribute(void *data, CUpointer_attribute attribute, con
 									  : CU_MEM_HANDLE_TYPE_NONE;
 		return CUDA_SUCCESS;
 	case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
-		*(CUmemoryPool *)data = NULL;
+		*(CUmemoryPool *)data = range->pool;
 		return CUDA_SUCCESS;
 	case CU_POINTER_ATTRIBUTE_MAPPED:
 		*(bool *)data = range->kind != RANGE_MAPPED || range->readable;

@@ -133,6 +133,7 @@ __attribute__((destructor)) static void unload(void)
 		close_reservations();
 		close_physical();
 		close_device_file();
+		close_pools();
 		forget_ranges();
 		gate_forget();
 		if (name_holder >= 0)

@@ -114,6 +114,8 @@ CUresult device_free(uintptr_t address)
 
 	if (!range)
 		return CUDA_ERROR_INVALID_VALUE;
+	if (range->pool)
+		pool_got(range->pool, range->size);
 	unmap_device(range);
 	backend->give_memory(range->taken);
 	remove_range(range);
@@ -185,30 +187,6 @@ API CUresult cuMemFree_v2(CUdeviceptr dptr)
 	if (result == CUDA_SUCCESS)
 		result = wait_for_all(context);
 	return leave(result == CUDA_SUCCESS ? device_free(dptr) : result);
-}
-
-/* There are no pools: at once, and for good. */
-API CUresult cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
-{
-	CUstream stream;
-	CUresult result = enter_stream(hStream, &stream);
-
-	if (result != CUDA_SUCCESS)
-		return result;
-	leave(CUDA_SUCCESS);
-	return cuMemAlloc_v2(dptr, bytesize);
-}
-
-/* Of memory of cuMemAlloc, there being no other. It waits for more than it must. */
-API CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream)
-{
-	CUstream stream;
-	CUresult result = enter_stream(hStream, &stream);
-
-	if (result != CUDA_SUCCESS)
-		return result;
-	leave(CUDA_SUCCESS);
-	return dptr ? cuMemFree_v2(dptr) : CUDA_ERROR_INVALID_VALUE;
 }
 
 API CUresult cuMemGetInfo_v2(size_t *free, size_t *total)

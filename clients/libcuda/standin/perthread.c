@@ -33,6 +33,10 @@ STREAMED(cuStreamBeginCapture_v2, (CUstream stream, CUstreamCaptureMode mode), O
 STREAMED(cuStreamEndCapture, (CUstream stream, CUgraph *graph), OWN(stream), graph)
 STREAMED(cuStreamIsCapturing, (CUstream stream, CUstreamCaptureStatus *status), OWN(stream), status)
 STREAMED(cuGraphLaunch, (CUgraphExec exec, CUstream stream), exec, OWN(stream))
+STREAMED(cuMemAllocAsync, (CUdeviceptr *to, size_t size, CUstream stream), to, size, OWN(stream))
+STREAMED(cuMemAllocFromPoolAsync, (CUdeviceptr *to, size_t size, CUmemoryPool pool, CUstream stream), to, size, pool,
+	 OWN(stream))
+STREAMED(cuMemFreeAsync, (CUdeviceptr address, CUstream stream), address, OWN(stream))
 STREAMED(cuLaunchHostFunc, (CUstream stream, CUhostFn function, void *data), OWN(stream), function, data)
 
 /* The same of calls that take no stream: copies are waited for. */

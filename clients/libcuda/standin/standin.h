@@ -355,6 +355,7 @@ struct range {
 	bool placeholder;		/* of RANGE_RESERVED: the place itself is still taken by it */
 	off_t offset;			/* of RANGE_DEVICE in the file of memory.c */
 	size_t taken;			/* of the GPU's bytes, by RANGE_DEVICE */
+	CUmemoryPool pool;		/* that it was allocated from */
 	pid_t exporter;			/* of RANGE_OPENED, with its id there and how often it is open */
 	unsigned long long exported_id;
 	unsigned int references;
@@ -396,6 +397,11 @@ CUresult device_alloc(uintptr_t *address, size_t size);
 CUresult device_free(uintptr_t address);
 int device_file(void);		/* where all device memory of this process is */
 void close_device_file(void);
+
+/* pools.c */
+void pool_took(CUmemoryPool pool, size_t size);
+void pool_got(CUmemoryPool pool, size_t size);
+void close_pools(void);
 
 /* ipc.c */
 void close_opened(CUdevice device);

@@ -9,6 +9,7 @@
 #include "exact/undo.h"
 #include "failover/graph.h"
 #include "failover/line.h"
+#include "failover/pools.h"
 #include "failover/room.h"
 #include "memory.h"
 
@@ -239,7 +240,9 @@ static CUresult more_room(struct mpsd_shortage *shortage)
 {
 	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
 
-	if (mpsd_exact() && mpsd_capture_has_put_off())
+	if (mpsd_pools_have_free())
+		result = mpsd_exact_without_work(mpsd_pools_give_back, NULL);
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && mpsd_exact() && mpsd_capture_has_put_off())
 		result = mpsd_exact_without_work(free_put_off, NULL);
 	if (result != CUDA_ERROR_OUT_OF_MEMORY)
 		return result;
@@ -297,6 +300,33 @@ CUresult mpsd_exact_without_work(CUresult (*call)(const void *with), const void 
 	return result;
 }
 
+static bool is_at_rest(void)
+{
+	bool is;
+
+	if (mpsd_epoch_observed() != CUDA_SUCCESS || mpsd_hosts_are_open())
+		return false;
+	mpsd_word_take(&mpsd_exact_lock);
+	is = !mpsd_is_left() && mpsd_lanes_all_proven() && !mpsd_epoch.operations;
+	mpsd_word_give(&mpsd_exact_lock);
+	return is;
+}
+
+bool mpsd_exact_at_rest(CUresult (*call)(const void *with), const void *with)
+{
+	uint64_t moves = mpsd_tables()->moves;
+	bool has_order = mpsd_exact(), is;
+
+	if (has_order && !mpsd_order_try(moves))
+		return false;
+	is = has_order ? is_at_rest() : mpsd_work_is_over();
+	if (is)
+		call(with);
+	if (has_order)
+		mpsd_order_give(moves);
+	return is;
+}
+
 static CUresult free_one(const void *address)
 {
 	return inner_cuMemFree_v2(mpsd_address(*(const CUdeviceptr *)address));
@@ -304,6 +334,10 @@ static CUresult free_one(const void *address)
 
 CUresult make_cuMemFree_v2(CUdeviceptr dptr)
 {
+	CUresult result;
+
+	if (mpsd_pools_free(dptr, &result))
+		return result;
 	return mpsd_exact_without_work(free_one, &dptr);
 }
 

@@ -85,6 +85,9 @@ bool mpsd_exact_has_ended(CUstream stream);
 /* What is to be proven is marked, and nobody waits. */
 CUresult mpsd_exact_mark(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle);
 
+/* Later: whether the GPU has come so far. */
+bool mpsd_exact_is_reached(const struct mpsd_proof *proof);
+
 /* All work has provably ended: before something that it may use is taken away, and what is known of that forgotten. */
 CUresult mpsd_exact_settle(void);
 CUresult mpsd_exact_settle_stream(CUstream stream);
@@ -95,6 +98,9 @@ CUresult mpsd_exact_settle_event(CUevent event);
  * anything before it is over.
  */
 CUresult mpsd_exact_without_work(CUresult (*call)(const void *with), const void *with);
+
+/* The same where nothing is in flight, and only then. Whether it was called. */
+bool mpsd_exact_at_rest(CUresult (*call)(const void *with), const void *with);
 
 /* What kernels may write has become more, or less, without an allocation. */
 void mpsd_undo_runs_changed(void);

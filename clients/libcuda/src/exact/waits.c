@@ -105,6 +105,11 @@ static bool is_open(const struct mpsd_proof *proof)
 	return is;
 }
 
+bool mpsd_exact_is_reached(const struct mpsd_proof *proof)
+{
+	return !is_open(proof);
+}
+
 CUresult mpsd_exact_mark(struct mpsd_proof *proof, enum mpsd_wait wait, const void *handle)
 {
 	bool left;

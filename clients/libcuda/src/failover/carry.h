@@ -232,6 +232,7 @@ void mpsd_work_given(void);	/* after each of those */
 void mpsd_work_captured(void);	/* in place of that: the stream has joined a capture by it, and nothing was given */
 void mpsd_work_given_late(void);	/* after one that its thread has left to another (relay.c) */
 void mpsd_work_held(bool is);	/* the thread waits for the end of a move */
+bool mpsd_work_is_over(void);	/* all that was given has ended, as far as is known */
 bool mpsd_work_rests(void);	/* in a move: nobody is about to give the driver something */
 void mpsd_work_several(void);	/* there is more than one context: a wait proves nothing of the other */
 bool mpsd_work_is_several(void);

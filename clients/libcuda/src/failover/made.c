@@ -9,6 +9,7 @@
 #include "exact/shapes.h"
 #include "failover/graph.h"
 #include "failover/line.h"
+#include "failover/pools.h"
 
 CUdevice mpsd_current_device(void)
 {
@@ -188,7 +189,8 @@ CUresult make_cuEventCreate(CUevent *phEvent, unsigned int Flags)
 
 #define AT_ONCE(handle, native, moves) true
 #define NO_EVENT(handle, native, moves) (mpsd_captures_without_event(handle), true)
-#define NOT_CAPTURED(handle, native, moves) (mpsd_captures_without(handle), mpsd_asked_ends(native, moves))
+#define NOT_CAPTURED(handle, native, moves)	\
+	(mpsd_captures_without(handle), mpsd_pools_without(handle, native), mpsd_asked_ends(native, moves))
 /* Their functions' handles may come again, with other parameters. */
 #define FORGOTTEN(handle, native, moves) (mpsd_params_forget(), mpsd_asked_ends(native, moves))
 

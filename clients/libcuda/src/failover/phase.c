@@ -13,6 +13,7 @@
 #include "failover/made.h"
 #include "failover/move.h"
 #include "failover/owned.h"
+#include "failover/pools.h"
 #include "failover/remains.h"
 #include "failover/vmm.h"
 
@@ -216,4 +217,5 @@ void mpsd_phase_child(void)
 	mpsd_remains_child();
 	mpsd_blame_child();
 	mpsd_owned_child();
+	mpsd_pools_child();
 }

@@ -183,6 +183,13 @@ bool mpsd_work_lost(void)
 	return is;
 }
 
+bool mpsd_work_is_over(void)
+{
+	uint64_t there = atomic_load(&ended);
+
+	return atomic_load(&mpsd_work_counts.begun) == there && atomic_load(&mpsd_work_counts.given) == there;
+}
+
 void mpsd_work_missing(void)
 {
 	atomic_store(&lost, true);
