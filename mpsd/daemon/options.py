@@ -46,7 +46,7 @@ def policy_of(config: Config, backend: Backend, protection: NodeProtection, gpus
         gpus_without_failover=protection.gpus_without_failover,
         gpu_memory=MappingProxyType({gpu.uuid: gpu.memory_bytes for gpu in gpus}),
         standby_contexts=config.failover.standby_contexts,
-        # Whoever asks for fail-over by name wants it at its price.
+        # The operator who asks for fail-over by name wants it at its price.
         time_budget=0 if config.protect is ProtectSetting.FAILOVER else TIME_BUDGET,
         moves_per_minute=config.failover.per_minute,
         move_wait_s=config.failover.answer_s,
