@@ -224,6 +224,24 @@ def test_blocks_from_before_a_move_are_any_streams(
 
 
 @MODES
+def test_calls_in_a_lost_context_wait_for_the_move(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, mode: int
+) -> None:
+    line = post.greet(mode)
+    helpers(ask)
+    keep_all(ask)
+    ask(f"m = alloc({4 * MIB}, s); gpu('cuMemsetD32Async', m, 3, 8, s); sync(s); gpu.sync()")
+    stand_by(line, second, copies)
+    break_domain(domain)
+    ask.tell(f"free(m, s), alloc({4 * MIB}, s) == m, alloc({6 * MIB}, s) > 0, put({THRESHOLD}, 0)")
+    assert move(line).text in ("", "mode keep")
+    assert ask.answer() == "(0, True, True, 0)"
+    assert ask("gpu.word(m), gpu.sync()") == "(3, 0)"
+    assert line.unsure == []
+    assert ask.end() == ""
+
+
+@MODES
 def test_counts_thresholds_and_trims(post: Post, ask: Program, mode: int) -> None:
     post.greet(mode)
     helpers(ask)
