@@ -141,6 +141,16 @@ def break_domain(domain: Domain) -> None:
     until(lambda: domain.status() == "FAULT")
 
 
+def test_standard_input_stays_open_whatever_a_driver_instance_closes(
+    libraries: Libraries, domain: Domain, second: Domain, post: Post, copies: Path
+) -> None:
+    there = second.environment["CUDA_MPS_PIPE_DIRECTORY"]
+    with started(libraries, domain, post, MPSD_STANDIN_CLOSES_INPUT=there) as ask:
+        stand_by(post.greet(moving.KEEP), second, copies)
+        # The program reads what it is asked from its standard input.
+        assert [ask("1 + 1"), ask("2 + 2")] == ["2", "4"]
+
+
 @both
 def test_memory_names_and_threads_live_on(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path

@@ -85,6 +85,15 @@ bool refuses_saves(void)
 	return where && !strcmp(where, pipe_directory);
 }
 
+/* As a real driver may where its server is lost at the wrong moment. */
+static void close_input(void)
+{
+	const char *where = getenv("MPSD_STANDIN_CLOSES_INPUT");
+
+	if (where && !strcmp(where, pipe_directory))
+		close(STDIN_FILENO);
+}
+
 static CUresult initialise(void)
 {
 	const char *directory, *connections = getenv("CUDA_DEVICE_MAX_COPY_CONNECTIONS");
@@ -97,6 +106,7 @@ static CUresult initialise(void)
 	note(connections ? connections : "usual");
 	choose_backend();
 	gate_find();
+	close_input();
 	__atomic_store_n(&state, 1, __ATOMIC_RELEASE);
 	return CUDA_SUCCESS;
 }

@@ -24,6 +24,8 @@ from mpsd.base.errors import MpsdError
 KIND, SCHEMA_VERSION = "ends", 1
 SIZES = {"nvidia": [1024, 5120, 10240, 20480], "simulated": [1, 5, 10, 20]}
 MOVES, LONG_MOVES = 4, 50
+OFTEN = {"domains.start_retry_max_s": "1.0"}
+"""The faults of a run come more often than a slot may start domains without growing pauses."""
 BACK_S = 1.0
 """The memory of programs that ended is to be back after that."""
 SETTLED = 10
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace, deliver_partial: Callable[[dict[str, Any]], No
         libraries = find_libraries(args.backend, args.libcuda, args.driver, Path(base))
         node = open_node(args.backend, Path(base))
         try:
-            settings = main_settings(libraries) | STANDBY_ON_DEMAND
+            settings = main_settings(libraries) | STANDBY_ON_DEMAND | OFTEN
             with History() as history, Rig(node, "mpsd", history, settings=settings, logs_to=args.out) as rig:
                 ends = Ends(rig, libraries, tell_stderr, clock() + args.deadline)
                 try:

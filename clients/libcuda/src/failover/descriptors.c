@@ -28,11 +28,17 @@
 
 static atomic_uint_least64_t used[MPSD_COPY_NUMBERS][MOST / BITS];
 static atomic_uint_least64_t files[MPSD_COPY_NUMBERS][MOST];	/* which it was when it was made, or used first */
+static atomic_uint standard[MPSD_COPY_NUMBERS];	/* bits of those that a copy made where the program had closed its own */
 
 /* The standard ones are the program's, whatever a copy does with them. */
 static bool is_followed(int fd)
 {
 	return fd > STDERR_FILENO && fd < MOST;
+}
+
+static bool is_standard(int fd)
+{
+	return fd >= STDIN_FILENO && fd <= STDERR_FILENO;
 }
 
 bool mpsd_descriptors_is(unsigned int number, int fd)
@@ -104,6 +110,8 @@ void mpsd_descriptors_made(unsigned int number, int fd)
 {
 	if (is_followed(fd))
 		claim(number, fd, identity_of(fd));
+	else if (is_standard(fd))
+		atomic_fetch_or(&standard[number], 1u << fd);
 }
 
 /* Of what is no device it proves nothing: the program's own may be meant. */
@@ -138,8 +146,19 @@ void mpsd_descriptors_end(unsigned int number)
 	}
 }
 
+/*
+ * On an H200 the standard input of three programs ended while a domain faulted in which their contexts were being made. A
+ * driver that gives up there may close descriptor 0, which it has not opened.
+ */
+static bool is_strangers(unsigned int number, int fd)
+{
+	return is_standard(fd) && !(atomic_fetch_and(&standard[number], ~(1u << fd)) >> fd & 1);
+}
+
 static int own_close(unsigned int number, int fd)
 {
+	if (is_strangers(number, fd))
+		return 0;
 	/* Before another thread can have it. */
 	if (is_followed(fd))
 		forget(number, fd);
