@@ -57,7 +57,7 @@ LEVEL = 1
 KIND = "mpsd-state"
 ANSWER_S = 5.0
 """Time [s] in which a GPU that was lost must answer NVML to count as reset."""
-LIST_S = 0.3
+LIST_S = 1.0
 """Time [s] in which a server must list its clients. No program is told to move meanwhile. A control daemon
 that was told to quit answers nothing before its clients have ended."""
 _GONE = (DomainState.STOPPING, DomainState.FAILED)
