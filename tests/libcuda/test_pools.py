@@ -114,6 +114,24 @@ def test_another_stream_gets_it_when_the_gpu_is_past_the_free(
     assert ask.end() == ""
 
 
+@EXACT
+def test_a_free_in_a_blocking_stream_comes_behind_the_legacy_stream(
+    gate: Gate, post: Post, ask: Program
+) -> None:
+    post.greet(moving.EXACT)
+    helpers(ask)
+    keep_all(ask)
+    ask("blocking, apart = gpu.made('cuStreamCreate', 0), gpu.made('cuStreamCreate', 1)")
+    ask(f"m = alloc({4 * MIB}, blocking); gpu('cuMemsetD32Async', m, 0, 8, blocking); gpu.sync()")
+    gate.let(0)
+    assert ask("gpu.run('add', m, 8, 5), free(m, blocking)") == "(0, 0)"
+    assert ask(f"[alloc({4 * MIB}, apart) == m for _ in range(3)]") == "[False, False, False]"
+    gate.let(ANY)
+    ask("others = []")
+    until(lambda: ask(f"others.append(alloc({4 * MIB}, apart)) or m in others") == "True")
+    assert ask.end() == ""
+
+
 @MODES
 def test_the_program_may_forbid_that(gate: Gate, post: Post, ask: Program, mode: int) -> None:
     post.greet(mode)

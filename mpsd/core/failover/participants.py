@@ -21,6 +21,8 @@ from mpsd.base.model import (
 )
 
 OPAQUE_KEPT = 64
+NOT_CONNECTED = "the client is not connected"
+"""Why a participant is not told to move."""
 
 
 class Standing(StrEnum):

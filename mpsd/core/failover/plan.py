@@ -21,6 +21,7 @@ from mpsd.core.effects import ArmTimer, Fenced, Move, OfferStandby, RecordFailov
 from mpsd.core.failover import budgets, serialreplay, suspects
 from mpsd.core.failover.outcomes import LEFT, latest_of, revise, rewrite
 from mpsd.core.failover.participants import (
+    NOT_CONNECTED,
     OFFERED,
     FailoverRecord,
     Outcome,
@@ -234,7 +235,7 @@ def reason_not_to_move(draft: Draft, participant: Participant, target: Domain | 
     if participant.excess is not None:
         return f"the client had left fail-over ({participant.excess.why})"
     if not participant.connected:
-        return "the client is not connected"
+        return NOT_CONNECTED
     if target is None:
         return "no standby domain was available"
     if participant.capped is not None and target.trial is None:

@@ -13,7 +13,13 @@ from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, RecordFailover
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.outcomes import FINAL, revise, rewrite
-from mpsd.core.failover.participants import FailoverRecord, Outcome, Participant, ParticipantOutcome
+from mpsd.core.failover.participants import (
+    NOT_CONNECTED,
+    FailoverRecord,
+    Outcome,
+    Participant,
+    ParticipantOutcome,
+)
 
 UNSEEN = "moved without mpsd"
 """Trigger of the record of a move that no daemon saw."""
@@ -57,7 +63,9 @@ def note_arrival(draft: Draft, event: mev.MemberCame, before: Participant | None
         if entry is None or record.generation != event.generation:
             continue
         if entry.outcome not in FINAL:
-            why = _WITHOUT_DAEMON if entry.outcome is Outcome.NOT_TOLD else ""
+            # An offender was not told for another reason, which the record keeps.
+            refused = _WITHOUT_DAEMON if entry.why == NOT_CONNECTED else entry.why
+            why = refused if entry.outcome is Outcome.NOT_TOLD else ""
             revise(draft, record, event.process, outcome=Outcome.MOVED, why=why)
         return
     # Only the first HELLO to this daemon: a program cannot fill the journal.

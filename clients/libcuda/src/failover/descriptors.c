@@ -157,7 +157,8 @@ static bool is_strangers(unsigned int number, int fd)
 
 static int own_close(unsigned int number, int fd)
 {
-	if (is_strangers(number, fd))
+	/* What the first instance opens is not followed. */
+	if (number && is_strangers(number, fd))
 		return 0;
 	/* Before another thread can have it. */
 	if (is_followed(fd))

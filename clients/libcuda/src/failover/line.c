@@ -39,6 +39,8 @@
 #define FIRST_PAUSE_MS 100
 #define LAST_PAUSE_MS 5000
 #define LAST_TRIES 8
+#define SHORT_NS 1000000000ull	/* a connection that ends sooner */
+#define AGAIN_PAUSE_MS 1000	/* at most, after a short connection with a welcome */
 #define END_MS 2000
 #define SEND_S 2
 
@@ -479,7 +481,9 @@ static void *run(void *unused)
 	 * welcome, and only without a standby context: with one the program moves there by itself.
 	 */
 	while (!atomic_load(&off) && (ended < LAST_TRIES || atomic_load(&ready)) && mode != MPSD_FAILOVER_OFF) {
+		uint64_t began = mpsd_now_ns();
 		int fd = mpsd_connect(mpsd_wish()->path, SEND_S, 0);
+		bool is_short;
 
 		if (fd >= 0) {
 			welcomed = false;
@@ -495,8 +499,12 @@ static void *run(void *unused)
 			mpsd_room_may_ask(false);
 			mpsd_left_may_tell(-1);
 			mpsd_budgets_line_ended();
-			ended = welcomed ? 0 : ended + 1;
-			pause_ms = FIRST_PAUSE_MS;
+			is_short = mpsd_now_ns() - began < SHORT_NS;
+			ended = welcomed || !is_short ? 0 : ended + 1;
+			if (!is_short)
+				pause_ms = FIRST_PAUSE_MS;
+			else if (welcomed && pause_ms > AGAIN_PAUSE_MS)
+				pause_ms = AGAIN_PAUSE_MS;
 		}
 		wait_without_line(pause_ms);
 		pause_ms = pause_ms * 2 < LAST_PAUSE_MS ? pause_ms * 2 : LAST_PAUSE_MS;

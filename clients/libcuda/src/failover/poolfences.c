@@ -70,6 +70,9 @@ static struct mpsd_pool_fence *new_proof(CUstream stream)
 	if (!fence)
 		return NULL;
 	fence->proof = calloc(1, sizeof(*fence->proof));
+	/* The driver orders a stream that blocks behind the legacy one, and nothing in its own lane shows it. */
+	if (!mpsd_made_is_apart(stream))
+		stream = CU_STREAM_LEGACY;
 	if (fence->proof && mpsd_exact_mark(fence->proof, MPSD_WAIT_STREAM, stream) == CUDA_SUCCESS)
 		return fence;
 	end(fence);

@@ -338,6 +338,7 @@ static bool is_served(const struct mpsd_pool *pool)
 CUresult make_cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
 {
 	struct place place = { 0 };
+	struct mpsd_pool *pool = NULL;
 	CUresult result;
 
 	/* What is wrong with the arguments is for the driver to say. */
@@ -348,9 +349,12 @@ CUresult make_cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStre
 	result = find_place(hStream, &place);
 	if (result != CUDA_SUCCESS)
 		return result;
-	if (!place.is_primary || !is_served(mpsd_pools_current(place.device)))
+	/* Once: another thread may choose another pool. */
+	if (place.is_primary)
+		pool = mpsd_pools_current(place.device);
+	if (!is_served(pool))
 		return PASS(ASYNC, inner_cuMemAllocAsync(dptr, bytesize, mpsd_native(hStream)));
-	return alloc(mpsd_pools_current(place.device), &place, dptr, bytesize);
+	return alloc(pool, &place, dptr, bytesize);
 }
 
 CUresult make_cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream)
@@ -527,6 +531,8 @@ void mpsd_pools_without(CUstream name, CUstream native)
 	struct leaving leaving = { (uint64_t)(uintptr_t)name, 0 };
 	struct fencing fencing = { leaving.key, UINT64_MAX, NULL };
 
+	if (leaving.key < KEYS_OF_LEGACY)
+		return;
 	pthread_mutex_lock(&lock);
 	mpsd_poolblocks_each(count_unfenced, &leaving);
 	pthread_mutex_unlock(&lock);
