@@ -32,7 +32,7 @@ STANDBY_ON_DEMAND = {"domains.spare": "false"}
 (evidence/mechanisms-failover.md)."""
 
 SERVERS = 3
-UP_S, READY_S, FAULT_S, MOVED_S, ENDED_S = 60.0, 15.0, 20.0, 15.0, 15.0
+UP_S, READY_S, FAULT_S, MOVED_S, ENDED_S = 60.0, 40.0, 20.0, 15.0, 15.0
 POLL_S = 0.01
 # Each request costs mpsd a millisecond, so none is made while programs wait for its messages.
 QUIET_S = 0.25

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ def run(args: argparse.Namespace, deliver_partial: Callable[[dict[str, Any]], No
         return {**head, "leftovers": list(leftovers), **rows, "problem": problem}
 
     with tempfile.TemporaryDirectory(prefix="mpsd-fi-") as base:
-        libraries = find_libraries(args.backend, args.libcuda, args.driver, Path(base))
+        # The stand-in asks for the cause of a lost context, as a real driver does: programs can deny a fault.
+        libraries = replace(find_libraries(args.backend, args.libcuda, args.driver, Path(base)), looks=True)
         node = open_node(args.backend, Path(base))
         try:
             settings = main_settings(libraries)
