@@ -22,6 +22,7 @@
 #include "failover/descriptors.h"
 #include "failover/line.h"
 #include "failover/manager.h"
+#include "failover/move.h"
 #include "failover/owned.h"
 #include "failover/remains.h"
 #include "uvm.h"
@@ -69,11 +70,16 @@ static bool is_autopsy(unsigned long request, const struct mpsd_rm_control *cont
 					      control->command == MPSD_RM_CLEAR_ALL_SM_ERROR_STATES);
 }
 
-/* The daemon's word may come later than the copy's first look. Who is left behind lets the others go first. */
+/*
+ * The daemon's word may come later than the copy's first look. Who is left behind lets the others go first. A standby copy
+ * that is being made does not wait: the thread that makes it is the one that hears the daemon.
+ */
 static bool may_wait(unsigned int number)
 {
 	uint64_t waited = mpsd_now_ns() - atomic_load(&copies[number].since_ns);
 
+	if (number != mpsd_in_use_number())
+		return false;
 	if (mpsd_line_is_behind())
 		return waited < BEHIND * atomic_load(&wait_ns);
 	return mpsd_line_word_ms() && (!mpsd_line_ready() || waited < atomic_load(&wait_ns));

@@ -36,6 +36,7 @@ void *mpsd_other[MPSD_SLOTS];
 
 /* in_use has no handle while it is the program's first one, which is never unloaded. */
 static struct mpsd_copy in_use, standby;
+static atomic_uint in_use_number;	/* of in_use, for threads of the driver */
 
 /* Those that were, until nobody is inside; the oldest first. */
 #define MOST_LEFT (MPSD_COPY_NUMBERS - 2)
@@ -340,7 +341,7 @@ void mpsd_standby_leave(bool is)
 
 unsigned int mpsd_in_use_number(void)
 {
-	return in_use.number;
+	return atomic_load(&in_use_number);
 }
 
 void mpsd_standby_used(void)
@@ -356,6 +357,7 @@ void mpsd_standby_used(void)
 		break;
 	}
 	in_use = standby;
+	atomic_store(&in_use_number, in_use.number);
 	standby = (struct mpsd_copy){ .handle = NULL };
 	offer.generation = 0;
 }
