@@ -91,7 +91,7 @@ class LeaseRestored:
 
 @dataclass(frozen=True, slots=True)
 class AdoptionDone:
-    """All remains of an earlier daemon were taken over. `unlisted`: domains whose servers list no clients."""
+    """mpsd took all over and may start missing domains. `unlisted`: domains whose servers list no clients."""
 
     unlisted: frozenset[str] = frozenset()
 
@@ -197,7 +197,7 @@ class ClientsUnpinned:
 
 @dataclass(frozen=True, slots=True)
 class ServerFatalLogged:
-    """A log says that its server handles a fatal error. core.faults.sources says whether the text decides."""
+    """A domain's log says that its server handles a fatal GPU error (core.faults.sources weighs the text)."""
 
     domain: str
     text: str

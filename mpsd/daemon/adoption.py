@@ -58,8 +58,8 @@ KIND = "mpsd-state"
 ANSWER_S = 5.0
 """Time [s] in which a GPU that was lost must answer NVML to count as reset."""
 LIST_S = 1.0
-"""Time [s] in which a server must list its clients. No program is told to move meanwhile. A control daemon
-that was told to quit answers nothing before its clients have ended."""
+"""Time [s] in which a server must list its clients. mpsd orders no move meanwhile. A control daemon that is
+about to quit answers nothing before its clients have ended."""
 _GONE = (DomainState.STOPPING, DomainState.FAILED)
 # States in which clients have contexts, as long as the server is the one that made them.
 _HELD = (
@@ -216,7 +216,7 @@ class Adoption:
     members: Sequence[mev.MemberRestored] = ()
     # Of the journal: those that programs may still report on.
     failovers: Sequence[FailoverRecord] = ()
-    # Domains whose control daemons have been told to quit.
+    # Domains whose control daemons were about to quit.
     stopping: set[str] = field(default_factory=set)
     # Domains whose servers did not list their clients.
     unlisted: set[str] = field(default_factory=set)

@@ -17,7 +17,7 @@ from mpsd.mps.answers import TerminateOutcome, TerminateReply
 from mpsd.os import spawn
 
 COMMAND_DEADLINE_S = 2.0
-BUSY_PAUSE_S, BUSY_MOST_S = 0.002, 0.05
+BUSY_PAUSE_S = 0.002
 MINIMAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -62,7 +62,7 @@ class ControlCommands:
         if "\n" in text or not text.strip():
             raise ControlError(f"expected exactly one command: {text!r}")
         loop = asyncio.get_running_loop()
-        end, pause_s = loop.time() + deadline_s, BUSY_PAUSE_S
+        end = loop.time() + deadline_s
         try:
             async with asyncio.timeout(deadline_s):
                 await self._turn.acquire()
@@ -85,9 +85,7 @@ class ControlCommands:
                     raise DeadlineError(f"{name} ({text}) did not end within {deadline_s:g} s") from None
                 if not answers.busy(text, finished.output):
                     return self._checked(text, finished)
-                # A control daemon that waits for its clients to quit is busy until they have ended.
-                await asyncio.sleep(min(pause_s, max(end - loop.time(), 0)))
-                pause_s = min(2 * pause_s, BUSY_MOST_S)
+                await asyncio.sleep(BUSY_PAUSE_S)
         finally:
             self._turn.release()
 

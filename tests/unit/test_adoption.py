@@ -346,7 +346,8 @@ def test_a_server_that_lists_nothing_is_waited_for_only_briefly(tmp_path: Path) 
     parts = Silent()
     taking, _ = taken(tmp_path, parts, "active", [70, 1], [77, 1])
     assert parts.asked == [("d4", None), ("d4", adoption.LIST_S)] and taking.unlisted == {"d4"}
-    assert adoption.LIST_S < 3
+    # Programs that hear nothing move by themselves after 3 s (rescue_ms).
+    assert adoption.LIST_S <= 1
 
 
 def test_a_control_daemon_that_was_told_to_quit_is_asked_nothing(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ MALFORMED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a truth as a number": lambda r: r.update(revision=True),
     "a number as a truth": lambda r: r.update(planned=0),
     "an unknown outcome": client({"outcome": "vanished"}),
-    "an unknown owner": client({"whose": "somebody's"}),
+    "an unknown owner": client({"whose": "both"}),
     "an unknown budget": client({"left": "patience"}),
     "a negative pid": client({"pid": -1}),
     "text for a time": client({"told_ms": "soon"}),

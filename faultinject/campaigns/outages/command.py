@@ -99,7 +99,7 @@ def judge(row: Mapping[str, Any]) -> str:
         return f"invalid: mpsd named {row['innocent']} innocent programs"
     if not row["faulted"]:
         return "unknown: the fault had no effect"
-    is_single = row["killed_s"] is None and row["faulted"] == 1
+    is_single = row["killed_s"] is None and row["faults"] == 1
     return "unknown: of the burst one fault had an effect" if is_single else "valid"
 
 

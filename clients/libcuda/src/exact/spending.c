@@ -53,8 +53,6 @@ void mpsd_spending_begin(void)
 
 void mpsd_spending_moved(void)
 {
-	/* Costs of the former domain say little of the next one. */
-	debt = (struct mpsd_debt){ 0 };
 	begin_anew();
 }
 

@@ -147,10 +147,10 @@ void mpsd_descriptors_end(unsigned int number)
 }
 
 /*
- * On an H200 the standard input of three programs ended while a domain faulted in which their contexts were being made. A
- * driver that gives up there may close descriptor 0, which it has not opened.
+ * On an H200 the standard input of three programs ended. Their contexts were being made in a domain that faulted at that
+ * moment. The driver may have closed descriptor 0, which it had not opened.
  */
-static bool is_strangers(unsigned int number, int fd)
+static bool belongs_to_program(unsigned int number, int fd)
 {
 	return is_standard(fd) && !(atomic_fetch_and(&standard[number], ~(1u << fd)) >> fd & 1);
 }
@@ -158,7 +158,7 @@ static bool is_strangers(unsigned int number, int fd)
 static int own_close(unsigned int number, int fd)
 {
 	/* What the first instance opens is not followed. */
-	if (number && is_strangers(number, fd))
+	if (number && belongs_to_program(number, fd))
 		return 0;
 	/* Before another thread can have it. */
 	if (is_followed(fd))

@@ -442,8 +442,8 @@ static bool stands_still(void)
 }
 
 /*
- * Until a daemon is looked for again. What the program's threads say meanwhile is told to the next one. A program that
- * stands still looks often.
+ * Wait before the next attempt to connect. Messages of the program's threads go to the next daemon. A program that stands
+ * still tries often.
  */
 static void wait_without_line(int pause_ms)
 {

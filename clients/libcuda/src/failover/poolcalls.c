@@ -121,9 +121,6 @@ CUresult make_cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice dev)
 	return make_cuDeviceGetDefaultMemPool(pool, dev);
 }
 
-#define PASS(what, call) \
-	(mpsd_line_made(CUDA_SUCCESS, what) == CUDA_SUCCESS && mpsd_relay_flush() ? (call) : MPSD_AGAIN)
-
 static CUresult set_current(CUdevice dev, struct mpsd_pool *pool, CUmemoryPool native)
 {
 	CUresult result = native ? inner_cuDeviceSetMemPool(dev, native) : CUDA_SUCCESS;
@@ -146,7 +143,7 @@ CUresult make_cuDeviceSetMemPool(CUdevice dev, CUmemoryPool pool)
 		return CUDA_ERROR_INVALID_VALUE;
 	if (to)
 		return set_current(dev, to, native);
-	return PASS("cuDeviceSetMemPool", native ? set_current(dev, NULL, native) : CUDA_ERROR_NOT_SUPPORTED);
+	return MPSD_POOLS_PASS("cuDeviceSetMemPool", native ? set_current(dev, NULL, native) : CUDA_ERROR_NOT_SUPPORTED);
 }
 
 /* Device memory without handles, limits and special uses. */
@@ -184,7 +181,7 @@ CUresult make_cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *poolProp
 	if (!pool || !poolProps)
 		return inner_cuMemPoolCreate(pool, poolProps);
 	if (!is_plain(poolProps))
-		return PASS("cuMemPoolCreate", inner_cuMemPoolCreate(pool, poolProps));
+		return MPSD_POOLS_PASS("cuMemPoolCreate", inner_cuMemPoolCreate(pool, poolProps));
 	record = calloc(1, sizeof(*record));
 	if (!record)
 		return CUDA_ERROR_OUT_OF_MEMORY;
@@ -354,7 +351,7 @@ CUresult make_cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc *map, 
 	struct mpsd_pool *ours = mpsd_pools_named(pool);
 
 	if (ours && is_for_others(ours, map, count))
-		return PASS("cuMemPoolSetAccess", set_access(ours, native, map, count));
+		return MPSD_POOLS_PASS("cuMemPoolSetAccess", set_access(ours, native, map, count));
 	if (ours && !native)
 		return CUDA_SUCCESS;
 	return native ? inner_cuMemPoolSetAccess(native, map, count) : CUDA_ERROR_INVALID_VALUE;

@@ -294,7 +294,7 @@ static CUresult alloc_new(struct mpsd_pool *pool, const struct place *place, CUd
 	if (result != CUDA_SUCCESS)
 		return result;
 	pthread_mutex_lock(&lock);
-	/* Of memory outside the window no end is told. */
+	/* Memory outside the window ends without a call of mpsd_pools_forget(). */
 	drop_ended(*address);
 	block = mpsd_poolblocks_add(pool, *address, capacity, size);
 	if (block) {
@@ -320,10 +320,6 @@ static CUresult alloc(struct mpsd_pool *pool, const struct place *place, CUdevic
 	return result;
 }
 
-/* What the driver serves does not move, and is noted before the call. */
-#define PASS(what, call) \
-	(mpsd_line_made(CUDA_SUCCESS, what) == CUDA_SUCCESS && mpsd_relay_flush() ? (call) : MPSD_AGAIN)
-
 /* A program that cannot move anyway has the driver's pools, with all that belongs to them. */
 static bool is_served(const struct mpsd_pool *pool)
 {
@@ -345,7 +341,7 @@ CUresult make_cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStre
 	if (!dptr || !bytesize)
 		return inner_cuMemAllocAsync(dptr, bytesize, mpsd_native(hStream));
 	if (mpsd_is_captured(hStream))
-		return PASS(IN_CAPTURE, inner_cuMemAllocAsync(dptr, bytesize, mpsd_native(hStream)));
+		return MPSD_POOLS_PASS(IN_CAPTURE, inner_cuMemAllocAsync(dptr, bytesize, mpsd_native(hStream)));
 	result = find_place(hStream, &place);
 	if (result != CUDA_SUCCESS)
 		return result;
@@ -353,7 +349,7 @@ CUresult make_cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStre
 	if (place.is_primary)
 		pool = mpsd_pools_current(place.device);
 	if (!is_served(pool))
-		return PASS(ASYNC, inner_cuMemAllocAsync(dptr, bytesize, mpsd_native(hStream)));
+		return MPSD_POOLS_PASS(ASYNC, inner_cuMemAllocAsync(dptr, bytesize, mpsd_native(hStream)));
 	return alloc(pool, &place, dptr, bytesize);
 }
 
@@ -365,7 +361,7 @@ CUresult make_cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize, CUmemo
 	CUresult result;
 
 	if (!native && !from)
-		return PASS(FROM_POOL, CUDA_ERROR_NOT_SUPPORTED);
+		return MPSD_POOLS_PASS(FROM_POOL, CUDA_ERROR_NOT_SUPPORTED);
 	if (!dptr || !bytesize)
 		return native ? inner_cuMemAllocFromPoolAsync(dptr, bytesize, native, mpsd_native(hStream))
 			      : CUDA_ERROR_INVALID_VALUE;
@@ -377,8 +373,8 @@ CUresult make_cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize, CUmemo
 			return alloc(from, &place, dptr, bytesize);
 	}
 	if (!native)
-		return PASS(FROM_POOL, CUDA_ERROR_NOT_SUPPORTED);
-	return PASS(FROM_POOL, inner_cuMemAllocFromPoolAsync(dptr, bytesize, native, mpsd_native(hStream)));
+		return MPSD_POOLS_PASS(FROM_POOL, CUDA_ERROR_NOT_SUPPORTED);
+	return MPSD_POOLS_PASS(FROM_POOL, inner_cuMemAllocFromPoolAsync(dptr, bytesize, native, mpsd_native(hStream)));
 }
 
 /* Frees */
@@ -444,7 +440,7 @@ CUresult make_cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream)
 	CUresult result;
 
 	if (mpsd_is_captured(hStream))
-		return PASS("cuMemFreeAsync in a capture", inner_cuMemFreeAsync(dptr, mpsd_native(hStream)));
+		return MPSD_POOLS_PASS("cuMemFreeAsync in a capture", inner_cuMemFreeAsync(dptr, mpsd_native(hStream)));
 	if (is_block(dptr)) {
 		result = find_place(hStream, &place);
 		/* What was freed in the order of another context than a primary one waits for a release. */

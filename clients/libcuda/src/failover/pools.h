@@ -49,6 +49,10 @@ CUmemoryPool mpsd_pools_ask_default(CUdevice device);
 /* Likewise: what the driver instance of this call calls it. NULL: it has no such pool. */
 CUmemoryPool mpsd_pools_native(CUmemoryPool name);
 
+/* The driver's pools do not move. So a call for the driver is noted before it is made. */
+#define MPSD_POOLS_PASS(what, call) \
+	(mpsd_line_made(CUDA_SUCCESS, what) == CUDA_SUCCESS && mpsd_relay_flush() ? (call) : MPSD_AGAIN)
+
 /* pools.c, the others with the lock */
 struct mpsd_poolblock;
 void mpsd_pools_lock(void);
