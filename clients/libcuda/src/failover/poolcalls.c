@@ -76,6 +76,12 @@ CUmemoryPool mpsd_pools_native(CUmemoryPool name)
 	return real_cuDeviceGetDefaultMemPool(&native, pool->device) == CUDA_SUCCESS ? native : NULL;
 }
 
+/* Whether the present driver instance answers for this handle. It says, too, that a null one is none. */
+static bool is_drivers_to_say(CUmemoryPool name, CUmemoryPool native)
+{
+	return native || !name;
+}
+
 /* The handle that the program got first, whichever instance that is of. */
 static CUmemoryPool name_of_default(CUdevice device, CUmemoryPool native)
 {
@@ -139,7 +145,9 @@ CUresult make_cuDeviceSetMemPool(CUdevice dev, CUmemoryPool pool)
 	CUmemoryPool native = mpsd_pools_native(pool);
 	struct mpsd_pool *to = mpsd_pools_named(pool);
 
-	if (!is_device(dev) || (to && to->device != dev))
+	if (!pool || !is_device(dev))
+		return inner_cuDeviceSetMemPool(dev, pool);
+	if (to && to->device != dev)
 		return CUDA_ERROR_INVALID_VALUE;
 	if (to)
 		return set_current(dev, to, native);
@@ -204,7 +212,8 @@ CUresult make_cuMemPoolDestroy(CUmemoryPool pool)
 {
 	CUmemoryPool native = mpsd_pools_native(pool);
 	struct mpsd_pool *gone = mpsd_pools_named(pool);
-	CUresult result = native ? inner_cuMemPoolDestroy(native) : gone ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+	CUresult result = is_drivers_to_say(pool, native) ? inner_cuMemPoolDestroy(native)
+				 : gone ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 
 	if (result != CUDA_SUCCESS || !gone || gone->is_default)
 		return result;
@@ -249,7 +258,7 @@ CUresult make_cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attr,
 {
 	CUmemoryPool native = mpsd_pools_native(pool);
 	struct mpsd_pool *ours = mpsd_pools_named(pool);
-	CUresult result = native ? inner_cuMemPoolSetAttribute(native, attr, value)
+	CUresult result = is_drivers_to_say(pool, native) ? inner_cuMemPoolSetAttribute(native, attr, value)
 				 : ours && value ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 
 	if (result != CUDA_SUCCESS || !ours)
@@ -297,7 +306,8 @@ CUresult make_cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute attr,
 {
 	CUmemoryPool native = mpsd_pools_native(pool);
 	struct mpsd_pool *ours = mpsd_pools_named(pool);
-	CUresult result = native ? mpsd_answered(inner_cuMemPoolGetAttribute(native, attr, value))
+	CUresult result = is_drivers_to_say(pool, native)
+				 ? mpsd_answered(inner_cuMemPoolGetAttribute(native, attr, value))
 				 : ours && value ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 	bool is_known;
 
@@ -315,7 +325,7 @@ CUresult make_cuMemPoolTrimTo(CUmemoryPool pool, size_t minBytesToKeep)
 {
 	CUmemoryPool native = mpsd_pools_native(pool);
 	struct mpsd_pool *ours = mpsd_pools_named(pool);
-	CUresult result = native ? inner_cuMemPoolTrimTo(native, minBytesToKeep)
+	CUresult result = is_drivers_to_say(pool, native) ? inner_cuMemPoolTrimTo(native, minBytesToKeep)
 				 : ours ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 
 	if (result == CUDA_SUCCESS && ours)
@@ -354,7 +364,7 @@ CUresult make_cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc *map, 
 		return MPSD_POOLS_PASS("cuMemPoolSetAccess", set_access(ours, native, map, count));
 	if (ours && !native)
 		return CUDA_SUCCESS;
-	return native ? inner_cuMemPoolSetAccess(native, map, count) : CUDA_ERROR_INVALID_VALUE;
+	return is_drivers_to_say(pool, native) ? inner_cuMemPoolSetAccess(native, map, count) : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult make_cuMemPoolGetAccess(CUmemAccess_flags *flags, CUmemoryPool memPool, CUmemLocation *location)
@@ -362,7 +372,7 @@ CUresult make_cuMemPoolGetAccess(CUmemAccess_flags *flags, CUmemoryPool memPool,
 	CUmemoryPool native = mpsd_pools_native(memPool);
 	struct mpsd_pool *ours = mpsd_pools_named(memPool);
 
-	if (native)
+	if (is_drivers_to_say(memPool, native))
 		return mpsd_answered(inner_cuMemPoolGetAccess(flags, native, location));
 	if (!ours || !flags || !location)
 		return CUDA_ERROR_INVALID_VALUE;

@@ -360,11 +360,11 @@ CUresult make_cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize, CUmemo
 	struct place place = { 0 };
 	CUresult result;
 
-	if (!native && !from)
+	if (pool && !native && !from)
 		return MPSD_POOLS_PASS(FROM_POOL, CUDA_ERROR_NOT_SUPPORTED);
-	if (!dptr || !bytesize)
-		return native ? inner_cuMemAllocFromPoolAsync(dptr, bytesize, native, mpsd_native(hStream))
-			      : CUDA_ERROR_INVALID_VALUE;
+	if (!dptr || !bytesize || !pool)
+		return native || !pool ? inner_cuMemAllocFromPoolAsync(dptr, bytesize, native, mpsd_native(hStream))
+				       : CUDA_ERROR_INVALID_VALUE;
 	if (!mpsd_is_captured(hStream) && is_served(from)) {
 		result = find_place(hStream, &place);
 		if (result != CUDA_SUCCESS)
