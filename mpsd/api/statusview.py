@@ -214,6 +214,8 @@ def _role(state: State, domain: Domain) -> str:
     slot = state.slots.get(domain.slot)
     if slot is not None and slot.active == domain.id:
         return "active"
+    if slot is not None and slot.second == domain.id:
+        return "second"
     return "spare" if slot is not None and slot.spare == domain.id else "old"
 
 

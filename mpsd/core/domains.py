@@ -15,7 +15,7 @@ from mpsd.core import events as ev
 from mpsd.core import leases, lists, slots
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, StartDomain, StopDomain, SwitchPath
-from mpsd.core.failover import outcomes, plan, restart
+from mpsd.core.failover import outcomes, plan, restart, secondstandby
 from mpsd.core.faults import poisoned as endings
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.lifecycle import DomainTrigger, next_domain_state
@@ -103,6 +103,7 @@ def on_adopted(draft: Draft, event: ev.DomainAdopted) -> None:
 
 def _adopt_role(draft: Draft, slot: Slot, domain: Domain, role: ev.DomainRole) -> None:
     standby = role is ev.DomainRole.SPARE and slot.spare is None and not slot.exclusive
+    second = role is ev.DomainRole.SECOND and slot.second is None and not slot.exclusive
     if role is ev.DomainRole.ACTIVE and slot.active is None:
         draft.put_slot(replace(slot, active=domain.id))
         draft.emit(SwitchPath(slot.id, domain.id))
@@ -111,6 +112,8 @@ def _adopt_role(draft: Draft, slot: Slot, domain: Domain, role: ev.DomainRole) -
             move(draft, domain.id, DomainTrigger.ACTIVATED)
     elif standby and domain.state is DomainState.WARM:
         draft.put_slot(replace(slot, spare=domain.id))
+    elif second and domain.state is DomainState.WARM:
+        draft.put_slot(replace(slot, second=domain.id))
     elif domain.state in SERVING:
         move(draft, domain.id, DomainTrigger.RETIRE)
 
@@ -133,21 +136,20 @@ def on_adoption_done(draft: Draft, event: ev.AdoptionDone) -> None:
 
 
 def ensure(draft: Draft, slot_id: str) -> None:
-    """Start what the slot lacks: a serving domain first, then a standby domain."""
+    """Start what the slot lacks: a serving domain first, then its standby domains."""
     slot, state = draft.state.slots[slot_id], draft.state
     if state.stopping or slot.retiring:
         return
-    may_start = not slot.paused
     active = state.domains[slot.active] if slot.active else None
     standby = state.domains[slot.spare] if slot.spare else None
     if active is not None and active.state in SERVING:
-        wanted = slots.wants_standby(state, slot, active)
-        if standby is None and wanted and may_start and not slot.exclusive and slots.may_start(draft, slot):
-            started = start(draft, slot)
-            draft.put_slot(replace(draft.state.slots[slot_id], spare=started))
+        _ensure_standbys(draft, slot, active)
     elif standby is not None and standby.state is DomainState.WARM:
         promote(draft, slot, standby.id)
-    elif standby is None and may_start and not _starting(draft, slot_id):
+    elif standby is None and slot.second is not None:
+        draft.put_slot(replace(slot, spare=slot.second, second=None))
+        ensure(draft, slot_id)
+    elif standby is None and not slot.paused and not _starting(draft, slot_id):
         if active is not None and slot.exclusive:
             return
         if not slots.may_start(draft, slot):
@@ -157,6 +159,20 @@ def ensure(draft: Draft, slot_id: str) -> None:
             draft.put_slot(replace(draft.state.slots[slot_id], active=started))
         else:
             draft.put_slot(replace(draft.state.slots[slot_id], spare=started))
+
+
+def _ensure_standbys(draft: Draft, slot: Slot, active: Domain) -> None:
+    wanted = slots.wants_standby(draft.state, slot, active)
+    if slot.spare is None and slot.second is not None:
+        # At the end of the decision, which may tell participants to move.
+        return
+    lacks_second = slot.spare is not None and secondstandby.is_wanted(draft.state, slot, draft.now)
+    if slot.paused or slot.exclusive or not (lacks_second or (slot.spare is None and wanted)):
+        return
+    if slots.may_start(draft, slot):
+        started = start(draft, slot)
+        slot = draft.state.slots[slot.id]
+        draft.put_slot(replace(slot, second=started) if lacks_second else replace(slot, spare=started))
 
 
 def _starting(draft: Draft, slot_id: str) -> bool:
@@ -212,10 +228,17 @@ def on_started(draft: Draft, event: ev.DomainStarted) -> None:
     elif domain.successor:
         slots.replace_idle(draft, domain.id)
     else:
-        # First: if the active domain is full, its participants keep contexts in the one that serves next.
-        plan.refresh_all(draft, slot.id)
-        _replace_beside(draft, domain)
+        stand_by(draft, domain)
     plan.refresh_all(draft, slot.id)
+
+
+def stand_by(draft: Draft, domain: Domain) -> None:
+    """Use a standby domain that is warm now."""
+    # First: if the active domain is full, its participants keep contexts in the one that serves next.
+    plan.refresh_all(draft, domain.slot)
+    _replace_beside(draft, domain)
+    if draft.state.slots[domain.slot].spare == domain.id:
+        ensure(draft, domain.slot)
 
 
 def on_start_failed(draft: Draft, event: ev.DomainStartFailed) -> None:
@@ -232,6 +255,7 @@ def on_start_failed(draft: Draft, event: ev.DomainStartFailed) -> None:
             failures=slot.failures + 1,
             active=None if slot.active == domain.id else slot.active,
             spare=None if slot.spare == domain.id else slot.spare,
+            second=None if slot.second == domain.id else slot.second,
         )
     )
     delay = _retry_s(draft, slot.failures)
@@ -308,6 +332,8 @@ def leave(draft: Draft, name: str, trigger: DomainTrigger, *, planned: bool = Fa
     slot = draft.state.slots[domain.slot]
     if slot.spare == name:
         slot = draft.put_slot(replace(slot, spare=None))
+    elif slot.second == name:
+        slot = draft.put_slot(replace(slot, second=None))
     state, users = domain.state.value, draft.users_of(name)
     lost = work_is_lost(domain)
     draft.publish("domain-left", domain.uid, users, domain=name, state=state, why=trigger.value, lost=lost)
@@ -546,32 +572,6 @@ def on_clients_listed(draft: Draft, event: ev.ClientsListed) -> None:
     settle(draft, domain.id)
 
 
-def on_mode_seen(draft: Draft, event: ev.ModeSeen) -> None:
-    """Follow a change of the GPUs' compute mode. In EXCLUSIVE_PROCESS a standby domain cannot exist."""
-    slot = draft.state.slots.get(event.slot)
-    if slot is None or slot.exclusive == event.exclusive:
-        return
-    standby = slot.spare if event.exclusive else None
-    slot = draft.put_slot(replace(slot, exclusive=event.exclusive, spare=None if standby else slot.spare))
-    if standby is not None:
-        move(draft, standby, DomainTrigger.RETIRE)
-        plan.refresh_all(draft, slot.id)
-        settle(draft, standby)
-    ensure(draft, slot.id)
-    if slot.active is not None:
-        arm_drain(draft, draft.state.domains[slot.active])
-        settle(draft, slot.active)
-
-
-def on_drain(draft: Draft, event: ev.DrainRequested) -> None:
-    """Stop or resume new slots on these GPUs. An empty list means all GPUs."""
-    gpus = frozenset(event.gpus or ("*",))
-    drained = draft.state.drained
-    remaining = drained - gpus if event.gpus else frozenset[str]()
-    draft.state = replace(draft.state, drained=drained | gpus if event.on else remaining)
-    draft.publish("drain" if event.on else "undrain", None, gpus=sorted(gpus))
-
-
 def on_stop(draft: Draft, event: ev.StopRequested) -> None:
     """Evict every client, then stop every domain. The daemon waits until every domain has ended."""
     draft.state = replace(draft.state, stopping=True)
@@ -586,7 +586,7 @@ def on_stop(draft: Draft, event: ev.StopRequested) -> None:
         )
         draft.publish("clients-unproven", None, pids=sorted(spared), text=text)
     for slot in tuple(draft.state.slots.values()):
-        draft.put_slot(replace(slot, active=None, spare=None))
+        draft.put_slot(replace(slot, active=None, spare=None, second=None))
     for domain in tuple(draft.state.domains.values()):
         if domain.state in SERVING:
             move(draft, domain.id, DomainTrigger.RETIRE)

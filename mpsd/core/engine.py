@@ -21,6 +21,7 @@ from mpsd.core.failover import (
     plan,
     programcounter,
     restart,
+    secondstandby,
     serialreplay,
     suspects,
     trial,
@@ -111,6 +112,7 @@ _TIMERS: Mapping[str, Callable[[Draft, str], None]] = {
     serialreplay.TRIAL: serialreplay.on_trial_timer,
     suspects.JOIN: trial.on_join,
     "standby-linger": handlers.on_linger,
+    secondstandby.SETTLE: secondstandby.on_settled,
     budgets.SETTLE: budgets.on_settle,
     budgets.PLACE: budgets.on_place_due,
     memory.WAIT: memory.on_wait,
@@ -167,7 +169,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.DrainRequested: handlers.on_drain,
     ev.GpuLost: signs.on_gpu_lost,
     ev.StopRequested: domains.on_stop,
-    ev.ModeSeen: domains.on_mode_seen,
+    ev.ModeSeen: slots.on_mode_seen,
     ev.GpuFull: memory.on_full,
     mev.MemberCame: handlers.on_came,
     mev.MemberRestored: handlers.on_restored,
@@ -204,6 +206,7 @@ def decide(state: State, event: ev.Event, now: float) -> Decision:
     draft = Draft(state, now)
     _HANDLERS[type(event)](draft, event)
     trial.follow(draft, state)
+    secondstandby.follow(draft, state)
     domains.settle_unused(draft, state)
     plan.offer_free_places(draft, state)
     recording.follow_moves(draft, state)

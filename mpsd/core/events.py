@@ -33,6 +33,7 @@ from mpsd.core.state import DomainState, LogState
 class DomainRole(StrEnum):
     ACTIVE = "active"
     SPARE = "spare"
+    SECOND = "second"
     OLD = "old"
 
 

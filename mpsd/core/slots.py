@@ -24,10 +24,11 @@ from mpsd.base.model import ServerState
 from mpsd.core import domains, lists
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, DropPath
-from mpsd.core.events import SlotWanted
-from mpsd.core.failover import plan
+from mpsd.core.events import DrainRequested, ModeSeen, SlotWanted
+from mpsd.core.failover import plan, secondstandby
 from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.state import SERVING, Domain, DomainState, Slot, State
+from mpsd.core.victims import arm_drain
 
 ADMIN_RESERVE = 4
 """Slots beyond the limit that only administrators get."""
@@ -62,12 +63,17 @@ STARTS_PER_MINUTE = 40
 the rate of `failover.per_minute` stay far below."""
 
 
+def starts_left(slot: Slot, now: float) -> int:
+    """Return how many domains of this slot may be started now without a delay; negative: so many too many."""
+    return STARTS_PER_MINUTE - sum(now - at < MINUTE_S for at in slot.starts)
+
+
 def may_start(draft: Draft, slot: Slot) -> bool:
     """Return whether a domain may be started for this slot now; otherwise start it after a growing delay."""
-    recent = [at for at in slot.starts if draft.now - at < MINUTE_S]
-    excess, policy = len(recent) - STARTS_PER_MINUTE, draft.state.policy
+    excess, policy = -starts_left(slot, draft.now), draft.state.policy
     if excess < 0:
         return True
+    recent = [at for at in slot.starts if draft.now - at < MINUTE_S]
     delay = min(policy.start_retry_s * 2 ** min(excess, 16), policy.start_retry_max_s)
     wait = recent[-1] + delay - draft.now
     if wait <= 0:
@@ -134,7 +140,7 @@ def watch_idle(draft: Draft, name: str) -> None:
 
 def _has_unused(state: State, slot: Slot) -> bool:
     """Return whether the slot has a server or a standby domain, which an idle slot does not need."""
-    return slot.spare is not None or has_server(state, slot)
+    return slot.spare is not None or slot.second is not None or has_server(state, slot)
 
 
 def _may_rest(state: State, slot: Slot) -> bool:
@@ -145,7 +151,8 @@ def _may_rest(state: State, slot: Slot) -> bool:
     active = state.domains.get(slot.active or "")
     if active is None or active.state is not DomainState.ACTIVE or slot.exclusive or slot.retiring:
         return False
-    here = [d for d in (active, state.domains.get(slot.spare or "")) if d is not None]
+    standbys = [state.domains.get(name or "") for name in (slot.spare, slot.second)]
+    here = [d for d in (active, *standbys) if d is not None]
     unsure = any(d.may_lack_clients or d.foreign is not None for d in here)
     used = unsure or _has_clients(state, slot.id) or bool(plan.participants_of(state, slot))
     return not (used or state.stopping or state.adopting)
@@ -169,6 +176,8 @@ def on_idle(draft: Draft, name: str) -> None:
     if not slot.resting:
         draft.count("slots_idle")
         draft.publish("slot-idle", slot.uid, slot=name)
+    secondstandby.drop(draft, name)
+    slot = draft.state.slots[name]
     draft.put_slot(replace(slot, spare=None, resting=True))
     if slot.spare is not None:
         domains.move(draft, slot.spare, DomainTrigger.RETIRE)
@@ -198,6 +207,35 @@ def hand_over(draft: Draft, name: str) -> None:
     domain = draft.state.domains[name]
     draft.put_domain(replace(domain, foreign=(draft.now, draft.now + HANDOVER_S)))
     draft.emit(ArmTimer(lists.UNSURE, name, lists.UNSURE_S))
+
+
+def on_mode_seen(draft: Draft, event: ModeSeen) -> None:
+    """Follow a change of the GPUs' compute mode. In EXCLUSIVE_PROCESS a standby domain cannot exist."""
+    slot = draft.state.slots.get(event.slot)
+    if slot is None or slot.exclusive == event.exclusive:
+        return
+    if event.exclusive:
+        secondstandby.drop(draft, slot.id)
+    slot = draft.state.slots[slot.id]
+    standby = slot.spare if event.exclusive else None
+    slot = draft.put_slot(replace(slot, exclusive=event.exclusive, spare=None if standby else slot.spare))
+    if standby is not None:
+        domains.move(draft, standby, DomainTrigger.RETIRE)
+        plan.refresh_all(draft, slot.id)
+        domains.settle(draft, standby)
+    domains.ensure(draft, slot.id)
+    if slot.active is not None:
+        arm_drain(draft, draft.state.domains[slot.active])
+        domains.settle(draft, slot.active)
+
+
+def on_drain(draft: Draft, event: DrainRequested) -> None:
+    """Stop or resume new slots on these GPUs. An empty list means all GPUs."""
+    gpus = frozenset(event.gpus or ("*",))
+    drained = draft.state.drained
+    remaining = drained - gpus if event.gpus else frozenset[str]()
+    draft.state = replace(draft.state, drained=drained | gpus if event.on else remaining)
+    draft.publish("drain" if event.on else "undrain", None, gpus=sorted(gpus))
 
 
 def refusal(state: State, wanted: SlotWanted, now: float) -> SlotRefusal | None:
@@ -303,7 +341,7 @@ def is_expired(draft: Draft, slot: Slot) -> bool:
 
 def retire(draft: Draft, slot: Slot) -> None:
     """Retire a slot. Domains of it that still have clients drain."""
-    draft.put_slot(replace(slot, active=None, spare=None, retiring=True))
+    draft.put_slot(replace(slot, active=None, spare=None, second=None, retiring=True))
     draft.emit(DropPath(slot.id))
     draft.count("slots_retired")
     draft.publish("slot-retired", slot.uid, slot=slot.id)

@@ -135,7 +135,8 @@ class Slot:
     `quiet_replaced`: monotonic seconds at which a domain was last replaced because of its quiet log.
     `starts`: the latest starts of its domains [monotonic s]. `delayed`: their number delays the next one.
     `account`: the user that answers for `uid` (its owner if it is a subordinate uid); None: `uid` itself.
-    `joined`: a client has used the slot. `resting`: it is idle, so it wants no standby domain.
+    `joined`: a client has used the slot. `resting`: it is idle, so it wants no standby domain. `second`: the
+    second standby domain (core/failover/secondstandby.py).
     """
 
     id: str
@@ -155,6 +156,7 @@ class Slot:
     account: int | None = None
     joined: bool = False
     resting: bool = False
+    second: str | None = None
 
     @property
     def accountable(self) -> int | None:
@@ -477,7 +479,7 @@ def check_invariants(state: State) -> None:
     """Raise InvariantViolation if an invariant of the state does not hold."""
     for slot in state.slots.values():
         _check_slot(state, slot)
-    roles = [d for s in state.slots.values() for d in (s.active, s.spare) if d is not None]
+    roles = [d for s in state.slots.values() for d in (s.active, s.spare, s.second) if d is not None]
     _hold(len(roles) == len(set(roles)), "a domain serves two roles")
     for domain in state.domains.values():
         _hold(domain.slot in state.slots, "domain {} has no slot", domain.id)
@@ -498,7 +500,7 @@ def check_invariants(state: State) -> None:
 
 
 def _check_slot(state: State, slot: Slot) -> None:
-    for role in (slot.active, slot.spare):
+    for role in (slot.active, slot.spare, slot.second):
         if role is not None:
             _hold(role in state.domains, "slot {} leads to unknown domain {}", slot.id, role)
             _hold(state.domains[role].slot == slot.id, "slot {} borrows domain {}", slot.id, role)
@@ -508,11 +510,12 @@ def _check_slot(state: State, slot: Slot) -> None:
     if slot.active is not None:
         is_stopping = state.domains[slot.active].state is DomainState.STOPPING
         _hold(not is_stopping, "slot {} leads to a domain that is being stopped", slot.id)
-    if slot.spare is not None:
-        ready = state.domains[slot.spare].state in (DomainState.STARTING, DomainState.WARM)
-        _hold(ready, "standby domain of {} is {}", slot.id, state.domains[slot.spare].state)
-    _hold(not (slot.retiring and (slot.active or slot.spare)), "slot {} serves while it is retired", slot.id)
-    _hold(not (slot.exclusive and slot.spare), "slot {} has a standby domain in exclusive mode", slot.id)
+    standbys = [d for d in (slot.spare, slot.second) if d is not None]
+    for standby in standbys:
+        ready = state.domains[standby].state in (DomainState.STARTING, DomainState.WARM)
+        _hold(ready, "standby domain of {} is {}", slot.id, state.domains[standby].state)
+    _hold(not (slot.retiring and (slot.active or standbys)), "slot {} serves while it is retired", slot.id)
+    _hold(not (slot.exclusive and standbys), "slot {} has a standby domain in exclusive mode", slot.id)
 
 
 def _check_client(state: State, client: Client) -> None:

@@ -22,8 +22,10 @@ STATES = {"active": "serving", "warm": "ready", "headless": "unreachable", "reti
 
 _BAD = ("faulted", "unreachable", "failed")
 _GOOD = ("serving", "idle", "ready", "starting")
-ROLES = {"active": "in use", "spare": "standby"}
+ROLES = {"active": "in use", "spare": "standby", "second": "second standby"}
 """Text of a domain's `role`; any other role is shown as it is."""
+STANDBYS = {"spare", "second"}
+"""Roles without a row of their own."""
 
 
 def status(
@@ -144,7 +146,7 @@ def _domains(
     rows = []
     for domain in own:
         # A standby domain is a column of the domain that it would take over.
-        if domain["role"] == "spare" and domain.get("slot") in served and not verbose:
+        if domain["role"] in STANDBYS and domain.get("slot") in served and not verbose:
             continue
         state = domain_state(domain, drained=drained, unreachable=domain["id"] in cut_off)
         kind = "good" if state in _GOOD else "bad" if state in _BAD else "warn"

@@ -94,6 +94,7 @@ def to_file(
                 "exclusive": s.exclusive,
                 "active": s.active,
                 "spare": s.spare,
+                "second": s.second,
                 "used": s.used,
                 "account": s.account,
                 "joined": s.joined,
@@ -455,6 +456,8 @@ class Adoption:
             return ev.DomainRole.ACTIVE
         if name == slot["spare"]:
             return ev.DomainRole.SPARE
+        if name == slot.get("second"):
+            return ev.DomainRole.SECOND
         return ev.DomainRole.OLD
 
     def _restore_exited(self, retained: Mapping[ClientId, RetainedLease]) -> None:

@@ -450,10 +450,11 @@ class Play:
                 program.offered = 0
                 self.after(self.random.choice([0.1, 2.0]), lambda who=program: self._connect(who))  # type: ignore[misc]
         self.do(ev.SlotWanted(SLOT, (GPU,), UID, start=False))
+        roles = {slot.active: DomainRole.ACTIVE, slot.spare: DomainRole.SPARE, slot.second: DomainRole.SECOND}
         for d in [
             d for d in old.domains.values() if d.control is not None and d.id not in self._stopping(old)
         ]:
-            role = {slot.active: DomainRole.ACTIVE, slot.spare: DomainRole.SPARE}.get(d.id, DomainRole.OLD)
+            role = roles.get(d.id, DomainRole.OLD)
             at = ServerState.FAULT if d.state is DomainState.FAULTED else ServerState.ACTIVE
             here = at if d.server else ServerState.GONE
             found = (d.control, d.server, here, d.bereft, d.private, d.trial)

@@ -220,9 +220,10 @@ def test_nobody_is_asked_when_the_program_does_not_wait_any_more() -> None:
 def elsewhere(world: Site, gpu: str = GPU, uid: int = OTHER) -> None:
     """Client 20 asks, in a slot of its own; 10, in the first slot, has a standby context of 10 MiB."""
     world.want("another", gpu, uid)
-    world.started("d3")
-    world.do(ev.ClientNoticed("d3", core.facts(20), listed=True))
-    world.attach(20, "d3")
+    theirs = world.state.slots["another"].active or ""
+    world.started(theirs)
+    world.do(ev.ClientNoticed(theirs, core.facts(20), listed=True))
+    world.attach(20, theirs)
     world.do(mev.MemberCame(process(20), uid, EXACT, gives=True))
 
 

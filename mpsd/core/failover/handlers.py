@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.base.model import FailoverMode, ProcessInstance
-from mpsd.core import domains, leases
+from mpsd.core import domains, leases, slots
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, ExcludeWork, GrantTurn, StandDown, SwitchOff, Welcome
@@ -17,6 +17,7 @@ from mpsd.core.failover import (
     plan,
     programcounter,
     restart,
+    secondstandby,
     serialreplay,
     suspects,
     trial,
@@ -191,15 +192,16 @@ def _expire_standby(draft: Draft, participant: Participant) -> None:
 
 
 def on_linger(draft: Draft, name: str) -> None:
-    """Retire a standby domain that no participant has used for a while, unless the policy always keeps
-    one."""
+    """Retire the standby domains that no participant has used for a while, except one that the policy always
+    keeps."""
     slot = draft.state.slots.get(name)
-    if slot is None or slot.spare is None or draft.state.policy.spare:
+    if slot is None or plan.participants_of(draft.state, slot):
         return
+    secondstandby.drop(draft, name)
     active = draft.state.domains.get(slot.active or "")
-    if plan.participants_of(draft.state, slot) or active is None or active.state not in SERVING:
+    if slot.spare is None or draft.state.policy.spare or active is None or active.state not in SERVING:
         return
-    draft.put_slot(replace(slot, spare=None))
+    draft.put_slot(replace(draft.state.slots[name], spare=None))
     domains.move(draft, slot.spare, DomainTrigger.RETIRE)
     plan.refresh_all(draft, name)
     domains.settle(draft, slot.spare)
@@ -513,7 +515,7 @@ def on_wait(draft: Draft, subject: str) -> None:
 def on_drain(draft: Draft, event: ev.DrainRequested) -> None:
     """Move ready participants out of drained domains: a planned fail-over without a fault, which names no
     offender."""
-    domains.on_drain(draft, event)
+    slots.on_drain(draft, event)
     for domain in tuple(draft.state.domains.values()) if event.on else ():
         here = not event.gpus or set(event.gpus) & set(domain.gpus)
         ready = [

@@ -1,8 +1,8 @@
 """Trial domains: a suspect replays where no other client works, so that a fault there is its own.
 
-The slot's next standby domain becomes the trial domain of a suspect (suspects.py): it leaves the slot, no
-other client comes there, and the slot starts a further standby domain. The suspect holds its calls until it
-has a context in the trial domain, moves there and replays.
+The slot's second standby domain (secondstandby.py), or else its next one, becomes the trial domain of a
+suspect (suspects.py). It leaves the slot, no other client comes there, and the slot starts a further domain.
+The suspect holds its calls until it has a context in the trial domain, moves there and replays.
   - If the trial domain faults during that replay, the suspect is the offender.
   - If the replay ends, the suspect is cleared. It works on and joins the slot's active domain JOIN_S later,
     by a planned move. Then the trial domain ends.
@@ -19,7 +19,7 @@ from dataclasses import replace
 from mpsd.base.model import ProcessInstance
 from mpsd.core import domains
 from mpsd.core.draft import Draft
-from mpsd.core.failover import plan, serialreplay, suspects
+from mpsd.core.failover import plan, secondstandby, serialreplay, suspects
 from mpsd.core.failover.participants import Participant, Standing, Turn
 from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.state import Domain, DomainState, State
@@ -71,22 +71,22 @@ def _is_needed(state: State, domain: Domain) -> bool:
 
 
 def _assign(draft: Draft, name: str) -> None:
-    """Make the slot's standby domain the trial domain of the next suspect that has none."""
+    """Make a standby domain of the slot the trial domain of the next suspect that has none."""
     slot = draft.state.slots[name]
-    spare = draft.state.domains.get(slot.spare or "")
     waiting = suspects.without_trial(draft.state, name)
-    ready = spare is not None and spare.state is DomainState.WARM and spare.server is not None
-    if spare is None or not ready or not waiting or draft.state.stopping or spare.may_lack_clients:
-        return
-    if suspects.processes_with_work(draft.state, spare, draft.now):
-        # Programs have moved there without mpsd.
+    found = secondstandby.for_trial(draft.state, slot, draft.now)
+    if found is None or not waiting or draft.state.stopping:
         return
     first = min(waiting, key=lambda m: (m.takes_s, m.process.start_ticks, m.process.pid))
     draft.count("failover_trials")
-    draft.put_slot(replace(slot, spare=None))
-    draft.put_domain(replace(spare, trial=first.process))
-    domains.move(draft, spare.id, DomainTrigger.RETIRE)
-    domains.ensure(draft, name)
+    is_second = found.id == slot.second
+    draft.put_slot(replace(slot, second=None) if is_second else replace(slot, spare=None))
+    draft.put_domain(replace(found, trial=first.process))
+    domains.move(draft, found.id, DomainTrigger.RETIRE)
+    if is_second:
+        secondstandby.start_later(draft, name)
+    else:
+        domains.ensure(draft, name)
     # The others' standby contexts go; theirs is the next standby domain.
     plan.refresh_all(draft, name)
 
