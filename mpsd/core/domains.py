@@ -15,7 +15,7 @@ from mpsd.core import events as ev
 from mpsd.core import leases, lists, slots
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, StartDomain, StopDomain, SwitchPath
-from mpsd.core.failover import outcomes, plan, restart, secondstandby
+from mpsd.core.failover import outcomes, plan, restart
 from mpsd.core.faults import poisoned as endings
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.lifecycle import DomainTrigger, next_domain_state
@@ -166,7 +166,7 @@ def _ensure_standbys(draft: Draft, slot: Slot, active: Domain) -> None:
     if slot.spare is None and slot.second is not None:
         # At the end of the decision, which may tell participants to move.
         return
-    lacks_second = slot.spare is not None and secondstandby.is_wanted(draft.state, slot, draft.now)
+    lacks_second = slot.spare is not None and slots.wants_second(draft.state, slot, draft.now)
     if slot.paused or slot.exclusive or not (lacks_second or (slot.spare is None and wanted)):
         return
     if slots.may_start(draft, slot):

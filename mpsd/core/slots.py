@@ -20,12 +20,12 @@ from collections import Counter
 from dataclasses import replace
 from enum import StrEnum
 
-from mpsd.base.model import ServerState
+from mpsd.base.model import FailoverMode, ServerState
 from mpsd.core import domains, lists
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, DropPath
 from mpsd.core.events import DrainRequested, ModeSeen, SlotWanted
-from mpsd.core.failover import plan, secondstandby
+from mpsd.core.failover import plan
 from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.state import SERVING, Domain, DomainState, Slot, State
 from mpsd.core.victims import arm_drain
@@ -108,6 +108,29 @@ def wants_standby(state: State, slot: Slot, active: Domain) -> bool:
     return kept or bool(plan.participants_of(state, slot))
 
 
+def wants_second(state: State, slot: Slot, now: float) -> bool:
+    """Return whether the slot, which has a standby domain, lacks a second standby domain.
+
+    Not after many starts: the next ones of this minute are for standby domains, which matter more.
+    """
+    standby = state.domains.get(slot.spare or "")
+    if slot.second is not None or slot.failures or standby is None or standby.state is not DomainState.WARM:
+        return False
+    if starts_left(slot, now) <= STARTS_PER_MINUTE // 2:
+        return False
+    return any(m.mode is FailoverMode.EXACT for m in plan.participants_of(state, slot))
+
+
+def drop_second(draft: Draft, name: str) -> None:
+    """End the second standby domain of a slot, if it has one."""
+    second = draft.state.slots[name].second
+    if second is None:
+        return
+    draft.put_slot(replace(draft.state.slots[name], second=None))
+    domains.move(draft, second, DomainTrigger.RETIRE)
+    domains.settle(draft, second)
+
+
 def wants_server(state: State, begun: Domain) -> bool:
     """Return whether a domain that is about to start needs a server before its first client.
 
@@ -176,7 +199,7 @@ def on_idle(draft: Draft, name: str) -> None:
     if not slot.resting:
         draft.count("slots_idle")
         draft.publish("slot-idle", slot.uid, slot=name)
-    secondstandby.drop(draft, name)
+    drop_second(draft, name)
     slot = draft.state.slots[name]
     draft.put_slot(replace(slot, spare=None, resting=True))
     if slot.spare is not None:
@@ -215,7 +238,7 @@ def on_mode_seen(draft: Draft, event: ModeSeen) -> None:
     if slot is None or slot.exclusive == event.exclusive:
         return
     if event.exclusive:
-        secondstandby.drop(draft, slot.id)
+        drop_second(draft, slot.id)
     slot = draft.state.slots[slot.id]
     standby = slot.spare if event.exclusive else None
     slot = draft.put_slot(replace(slot, exclusive=event.exclusive, spare=None if standby else slot.spare))

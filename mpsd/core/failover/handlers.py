@@ -17,7 +17,6 @@ from mpsd.core.failover import (
     plan,
     programcounter,
     restart,
-    secondstandby,
     serialreplay,
     suspects,
     trial,
@@ -197,7 +196,7 @@ def on_linger(draft: Draft, name: str) -> None:
     slot = draft.state.slots.get(name)
     if slot is None or plan.participants_of(draft.state, slot):
         return
-    secondstandby.drop(draft, name)
+    slots.drop_second(draft, name)
     active = draft.state.domains.get(slot.active or "")
     if slot.spare is None or draft.state.policy.spare or active is None or active.state not in SERVING:
         return

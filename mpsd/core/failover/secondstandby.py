@@ -17,30 +17,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpsd.base.model import FailoverMode
-from mpsd.core import domains, slots
+from mpsd.core import domains
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer
-from mpsd.core.failover import plan, suspects
+from mpsd.core.failover import suspects
 from mpsd.core.failover.participants import Standing
-from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.state import SERVING, Domain, DomainState, Slot, State
 
 SETTLE, SETTLE_S = "failover-settle", 1.0
 """Name of a slot's timer, and the longest time [s] after an order to move in which nothing starts for it."""
-
-
-def is_wanted(state: State, slot: Slot, now: float) -> bool:
-    """Return whether the slot, which has a standby domain, lacks a second one.
-
-    Not after many starts: the next ones of this minute are for standby domains, which matter more.
-    """
-    if slots.starts_left(slot, now) <= slots.STARTS_PER_MINUTE // 2:
-        return False
-    standby = state.domains.get(slot.spare or "")
-    if slot.second is not None or slot.failures or standby is None or standby.state is not DomainState.WARM:
-        return False
-    return any(m.mode is FailoverMode.EXACT for m in plan.participants_of(state, slot))
 
 
 def settles_in(state: State, slot: str, now: float) -> float:
@@ -80,7 +65,7 @@ def take(draft: Draft, name: str) -> None:
 
 
 def start_later(draft: Draft, name: str) -> None:
-    """Start a standby domain for a slot whose second one has become a trial domain, once its participants
+    """Start a domain for a slot whose second standby domain has become a trial domain, once its participants
     have moved."""
     wait = settles_in(draft.state, name, draft.now)
     if wait > 0:
@@ -96,18 +81,8 @@ def on_settled(draft: Draft, name: str) -> None:
         domains.ensure(draft, name)
 
 
-def drop(draft: Draft, name: str) -> None:
-    """End the second standby domain of a slot, if it has one."""
-    second = draft.state.slots[name].second
-    if second is None:
-        return
-    draft.put_slot(replace(draft.state.slots[name], second=None))
-    domains.move(draft, second, DomainTrigger.RETIRE)
-    domains.settle(draft, second)
-
-
 def for_trial(state: State, slot: Slot, now: float) -> Domain | None:
-    """Return the standby domain that can become a suspect's trial domain, the second one first.
+    """Return the domain that can become a suspect's trial domain, the second standby domain before the first.
 
     Programs that moved without mpsd may have work in a standby domain.
     """
