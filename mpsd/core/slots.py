@@ -118,7 +118,13 @@ def wants_second(state: State, slot: Slot, now: float) -> bool:
         return False
     if starts_left(slot, now) <= STARTS_PER_MINUTE // 2:
         return False
-    return any(m.mode is FailoverMode.EXACT for m in plan.participants_of(state, slot))
+    return replays_in(state, slot.id)
+
+
+def replays_in(state: State, slot: str) -> bool:
+    """Return whether a participant of this slot, connected or not, would replay after a fault."""
+    able = (m for m in state.members.values() if m.mode is FailoverMode.EXACT and m.excess is None)
+    return any((home := state.domains.get(m.home or "")) and home.slot == slot for m in able)
 
 
 def drop_second(draft: Draft, name: str) -> None:

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from mpsd.base.model import FailoverMode, ServerState
+from mpsd.base.model import FailoverMode, ServerState, SnapshotBudget
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core import slots
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover import secondstandby
-from mpsd.core.failover.participants import Turn
+from mpsd.core.failover.participants import Excess, Turn
 from mpsd.core.state import DomainState, Policy, Slot
-from tests.support.core import GPU, SLOT, UID, control_of, process, server_of
+from tests.support.core import GPU, SLOT, UID, control_of, facts, process, server_of
 from tests.unit.test_core_failover import ON, Site, turns_of
 from tests.unit.test_core_programcounter import OTHERS, OWN, exception, moves, offender
 from tests.unit.test_core_serialreplay import all_told, another, lose
@@ -164,22 +164,26 @@ def test_many_starts_leave_the_next_ones_to_standby_domains() -> None:
     assert roles(world) == ("d2", "d3", None)
 
 
-@pytest.mark.parametrize("spare", [True, False])
-def test_it_ends_after_the_last_client_that_replays(spare: bool) -> None:
+def test_it_ends_with_the_last_client_that_replays() -> None:
     world = ready()
-    world.state = replace(world.state, policy=replace(world.state.policy, spare=spare))
     for pid in (10, 11, 12):
         world.do(mev.MemberLeft(process(pid)))
-    world.timer("standby-linger", SLOT)
-    assert slot_of(world).second is None and (slot_of(world).spare == "d2") == spare
+        # It connects again if it lives.
+        assert roles(world) == ("d1", "d2", "d3")
+    for pid in (10, 11, 12):
+        world.die(pid)
+    assert roles(world) == ("d1", "d2", None)
     assert world.domain("d3").state is DomainState.STOPPING
 
 
-def test_it_stays_while_a_client_replays() -> None:
+def test_it_ends_where_all_clients_have_left_fail_over() -> None:
     world = ready()
-    world.do(mev.MemberLeft(process(10)))
-    world.timer("standby-linger", SLOT)
-    assert roles(world) == ("d1", "d2", "d3")
+    for pid in (10, 11, 12):
+        world.do(mev.MemberCame(process(pid), UID, FailoverMode.EXACT, budgets=True))
+    for pid in (10, 11, 12):
+        assert roles(world) == ("d1", "d2", "d3")
+        world.do(mev.MemberExceeds(process(pid), Excess(SnapshotBudget.TIME, 580, 30)))
+    assert roles(world) == ("d1", "d2", None)
 
 
 def test_it_ends_where_the_gpu_admits_one_server() -> None:
@@ -201,5 +205,7 @@ def test_a_later_daemon_takes_it_over(standby: bool) -> None:
         if standby or name != "d2":
             mps = (control_of(name), server_of(name), ServerState.ACTIVE)
             world.do(ev.DomainAdopted(name, SLOT, role, state, *mps))
+    world.do(ev.ClientNoticed("d1", facts(10)))
+    world.do(mev.MemberRestored(process(10), UID, FailoverMode.EXACT, "d1"))
     world.do(ev.AdoptionDone())
-    assert roles(world) == (("d1", "d2", "d3") if standby else ("d1", "d3", None))
+    assert roles(world) == (("d1", "d2", "d3") if standby else ("d1", "d3", "d4"))

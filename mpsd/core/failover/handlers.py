@@ -191,16 +191,15 @@ def _expire_standby(draft: Draft, participant: Participant) -> None:
 
 
 def on_linger(draft: Draft, name: str) -> None:
-    """Retire the standby domains that no participant has used for a while, except one that the policy always
-    keeps."""
+    """Retire a standby domain that no participant has used for a while, unless the policy always keeps
+    one."""
     slot = draft.state.slots.get(name)
-    if slot is None or plan.participants_of(draft.state, slot):
+    if slot is None or slot.spare is None or draft.state.policy.spare:
         return
-    slots.drop_second(draft, name)
     active = draft.state.domains.get(slot.active or "")
-    if slot.spare is None or draft.state.policy.spare or active is None or active.state not in SERVING:
+    if plan.participants_of(draft.state, slot) or active is None or active.state not in SERVING:
         return
-    draft.put_slot(replace(draft.state.slots[name], spare=None))
+    draft.put_slot(replace(slot, spare=None))
     domains.move(draft, slot.spare, DomainTrigger.RETIRE)
     plan.refresh_all(draft, name)
     domains.settle(draft, slot.spare)

@@ -56,11 +56,9 @@ def participants_of(state: State, slot: Slot) -> list[Participant]:
 
 
 def linger(draft: Draft, slot: str) -> None:
-    """Retire the slot's standby domains after a while if no participant would move, except one that is kept
+    """Retire the slot's standby domain after a while if no participant would move and none is kept
     permanently."""
-    found = draft.state.slots[slot]
-    kept = found.second is None and draft.state.policy.spare
-    if not kept and not participants_of(draft.state, found):
+    if not draft.state.policy.spare and not participants_of(draft.state, draft.state.slots[slot]):
         draft.emit(ArmTimer("standby-linger", slot, draft.state.policy.standby_linger_s))
 
 

@@ -9,15 +9,15 @@ exact keeps a second standby domain. After a fault
 Until the participants have moved, at most SETTLE_S, nothing starts for the slot: starts and contexts in the
 making delay them.
 
-If its start fails, the GPU may have no memory for it. No other one starts until a domain has come up again:
-suspects then wait for a start, or replay last.
+It ends with the last participant that would replay. If its start fails, the GPU may have no memory for it.
+No other one starts until a domain has come up again: suspects then wait for a start, or replay last.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from mpsd.core import domains
+from mpsd.core import domains, slots
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer
 from mpsd.core.failover import suspects
@@ -36,7 +36,7 @@ def settles_in(state: State, slot: str, now: float) -> float:
 
 
 def follow(draft: Draft, before: State) -> None:
-    """Let second standby domains take the place of standby domains that serve now.
+    """End second standby domains without a use. Let others take the place of standby domains that serve now.
 
     Called at the end of every decision.
     """
@@ -44,8 +44,11 @@ def follow(draft: Draft, before: State) -> None:
     same = state.members is before.members and state.slots is before.slots and not before.adopting
     if state.adopting or state.stopping or same:
         return
-    for name in [s.id for s in state.slots.values() if s.second is not None and s.spare is None]:
-        take(draft, name)
+    for name in [s.id for s in state.slots.values() if s.second is not None]:
+        if slots.replays_in(state, name):
+            take(draft, name)
+        else:
+            slots.drop_second(draft, name)
 
 
 def take(draft: Draft, name: str) -> None:
