@@ -229,8 +229,11 @@ def leave_with_threads(libraries: Libraries, folder: Path, relay: str, *, by_han
                 line.say(moving.GUARD)
             until(lambda: program.rounds() == (0, 0) and program.has_left(), "it has left")
             assert line.hear(moving.LEAVES).values[0] == (3 if by_hand else 1)
-            # The release of the buffers may have been told before LEAVES.
-            held = line.held[-1][0] if line.held else 1
+            # The program saves nothing more. If it has told of no buffers before this answer, it had released
+            # them before it looked.
+            line.say(moving.MOVE, program.generation, again=1)
+            line.hear(moving.STAYED)
+            held = line.held[-1][0] if line.held else 0
             while held:
                 held = line.hear(moving.HOLDS).values[0]
             for _ in range(3):
