@@ -7,7 +7,6 @@ receive all events.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -18,8 +17,6 @@ from typing import Any
 
 from mpsd_client._protocol import errors
 from mpsd_client.client import Client, EventStream, connect
-
-log = logging.getLogger("mpsd_client.events")
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0
 DAEMON_LOST, DAEMON_BACK = "daemon-lost", "daemon-back"
@@ -192,7 +189,10 @@ class Watcher:
         try:
             self._callback(event)
         except Exception:
-            log.exception("a callback failed at: %s", event)
+            # Not at the top: it would delay the start of every program under mpsd-run.
+            import logging
+
+            logging.getLogger("mpsd_client.events").exception("a callback failed at: %s", event)
 
 
 def _event(message: Mapping[str, Any]) -> Event:

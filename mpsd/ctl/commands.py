@@ -14,7 +14,6 @@ from typing import Any, TextIO
 from mpsd import __version__
 from mpsd.base.errors import DeadlineError, NotRunningError, ProtocolError, UsageError
 from mpsd.base.text import printable
-from mpsd.core.faults import taxonomy
 from mpsd.ctl import conditiontext, eventtext, failovertext, render, statustext, watch
 from mpsd.ctl.health import health
 from mpsd.ctl.style import Style, segment_count
@@ -191,6 +190,9 @@ def _event(options: Namespace, out: TextIO, seen: Mapping[str, Any], known: even
 
 def faults(options: Namespace, out: TextIO) -> int:
     if options.explain:
+        # No other command needs the model of the daemon, and its import delays every start.
+        from mpsd.core.faults import taxonomy
+
         text = taxonomy.explain(options.explain)
         if options.json:
             _json(out, {"schema": SCHEMA, "class": options.explain, "text": text})

@@ -19,7 +19,7 @@ from mpsd.base.errors import MpsdError
 from mpsd.ctl.__main__ import main
 from tests.integration.test_protect import BY_HAND
 from tests.integration.test_upgrade_live import TwoRevisions, tell_old
-from tests.support.libcudas import build_libraries
+from tests.support.libcudas import quick_compiler, session_libraries
 from tests.support.site import DEADLINE_S, ROOT, Site
 from tests.support.upgradefixtures import DATA
 from tests.support.upgradescene import SETTINGS, Proxied
@@ -49,9 +49,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def present(before: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the proxy and the stand-in driver of this revision."""
-    folder = tmp_path_factory.mktemp("present")
-    build_libraries(folder)
-    return folder
+    return session_libraries(tmp_path_factory).proxy.parent
 
 
 @pytest.fixture
@@ -80,7 +78,7 @@ def computes(program: Proxied, address: str, value: int) -> None:
 
 def test_the_proxy_before_is_told_nothing_and_goes_on_to_take_part(before: Path, tmp_path: Path) -> None:
     with Site(protect="", **SETTINGS) as site:
-        tell_old(before, site, "-c", BUILD, str(tmp_path), deadline_s=BUILD_S)
+        tell_old(before, site, "-c", BUILD, str(tmp_path), deadline_s=BUILD_S, CC=quick_compiler(tmp_path))
         site.write_config(failover__driver=f'"{tmp_path / "standin" / "libcuda.so.1"}"')
         site.start()
         with Proxied(site, before, tmp_path, DATA / "proxied.py") as program:

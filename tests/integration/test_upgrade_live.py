@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.support import site as site_module
+from tests.support.libcudas import quick_compiler
 from tests.support.site import DEADLINE_S, ROOT, Program, Site, until
 from tests.support.upgradefixtures import DATA
 from tests.support.upgradescene import NO_CLIENT, SETTINGS, Proxied, Scene, has_setting, said
@@ -76,9 +77,9 @@ def new_site() -> Iterator[Site]:
         yield site.start()
 
 
-def tell_old(old: Path, site: Site, *arguments: str, deadline_s: float = DEADLINE_S) -> str:
+def tell_old(old: Path, site: Site, *arguments: str, deadline_s: float = DEADLINE_S, **extra: str) -> str:
     """Return what a Python command of the other checkout prints, as a client of this site."""
-    environ = {**site.environ(), "PYTHONPATH": python_path(old, str(old / "clients" / "libcuda"))}
+    environ = {**site.environ(), **extra, "PYTHONPATH": python_path(old, str(old / "clients" / "libcuda"))}
     done = subprocess.run(
         [sys.executable, *arguments],
         env={**environ, "MPSD_SOCKET": site.socket, "NO_COLOR": "1", "PYTHONDONTWRITEBYTECODE": "1"},
@@ -196,7 +197,7 @@ def test_the_last_proxy_fails_over_under_a_new_daemon(old: Path, tmp_path: Path)
         pytest.skip("no gcc: the libcuda proxy cannot be built here")
     build = "import pathlib, sys, tests.support.libcudas as l; l.build_libraries(pathlib.Path(sys.argv[1]))"
     with Site(protect="", **SETTINGS) as site:
-        tell_old(old, site, "-c", build, str(tmp_path), deadline_s=BUILD_S)
+        tell_old(old, site, "-c", build, str(tmp_path), deadline_s=BUILD_S, CC=quick_compiler(tmp_path))
         site.write_config(failover__driver=f'"{tmp_path / "standin" / "libcuda.so.1"}"')
         site.start()
         with Proxied(site, old, tmp_path, DATA / "proxied.py") as program:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from libcuda_build.bench import LIMIT_NS, MODES, verdict
-from tests.support.libcudas import ROOT, Libraries, run
+from tests.support.libcudas import ROOT, Libraries, quick_compiler, run
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,8 @@ def test_every_call_is_measured_in_both_modes(libraries: Libraries, tmp_path: Pa
     target = tmp_path / "bench.json"
     command = [sys.executable, "-m", "libcuda_build.bench", "--pairs", "1", "--rounds", "2"]
     command += ["--calls", "2000", "--libcuda", str(libraries.proxy), "--json", str(target)]
-    done = run(command, {**os.environ, "PYTHONPATH": str(ROOT / "clients" / "libcuda")})
+    variables = {"CC": quick_compiler(tmp_path), "PYTHONPATH": str(ROOT / "clients" / "libcuda")}
+    done = run(command, {**os.environ, **variables})
     assert done.returncode == 0, done.stderr
     report = json.loads(target.read_text())
     assert {row["mode"] for row in report["rows"]} == set(MODES)

@@ -12,7 +12,7 @@ from libcuda_build.compile import FOLDER, build_proxy
 from libcuda_build.header import find_include, read_functions, version_of
 from tests.libcuda.test_failover import Program, copies, post, stand_by, started
 from tests.support import moving
-from tests.support.libcudas import Libraries, run
+from tests.support.libcudas import Libraries, quick_compiler, run
 from tests.support.long import of
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second
@@ -49,7 +49,11 @@ def built(
 ) -> Libraries:
     """Return the proxy that this header builds, before the stand-in of the installed header."""
     folder = tmp_path_factory.mktemp("built")
-    build_proxy(folder, include=include(request.param))
+    header = include(request.param)
+    # The header decides what is generated, not how it is optimised.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", quick_compiler(folder))
+        build_proxy(folder, include=header)
     return Libraries(folder, libraries.standin, "", libraries.programs)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from libcuda_build.compile import FOLDER
-from tests.support.libcudas import Libraries, run
+from tests.support.libcudas import Libraries, quick_compiler, run
 from tests.support.waiting import BUILD_S
 
 CODE = "import sys; from hatchling.build import build_{0}; print(build_{0}(sys.argv[1]))"
@@ -26,19 +26,11 @@ state = mpsd_libcuda.read_stats(os.getpid()).state.name
 print(json.dumps([found == str(mpsd_libcuda.library_directory()), library.cuInit(0), state]))
 """
 
-# The other tests run an optimised library. This test is about the wheel, so it compiles quickly.
-COMPILER = """#!/bin/sh
-exec gcc "$@" -O0 -g0 -fno-lto
-"""
-
 
 def test_the_wheel_brings_the_library(
     libraries: Libraries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = tmp_path / "gcc"
-    compiler.write_text(COMPILER)
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("CC", quick_compiler(tmp_path))
     # The build starts from a copy, as from an sdist, and leaves the source tree unchanged.
     source = tmp_path / "source"
     kept = shutil.ignore_patterns("__pycache__", "lib", "standin", "README.md")

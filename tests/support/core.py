@@ -83,12 +83,21 @@ class World:
         self.now = 100.0
         self.last: tuple[fx.Effect, ...] = ()
         self.effects: list[fx.Effect] = []
+        # Random plays ask after every event, so a search through all effects would be most of their time.
+        self._by_kind: dict[type[fx.Effect], list[fx.Effect]] = {}
 
     def do(self, event: ev.Event) -> tuple[fx.Effect, ...]:
         decision = decide(self.state, event, self.now)
         self.state, self.last = decision.state, decision.effects
         self.effects += decision.effects
+        for effect in decision.effects:
+            self._by_kind.setdefault(type(effect), []).append(effect)
         return self.last
+
+    def forget(self) -> None:
+        """Forget all effects so far."""
+        self.effects.clear()
+        self._by_kind.clear()
 
     def wait(self, seconds: float) -> World:
         self.now += seconds
@@ -101,7 +110,7 @@ class World:
         return [e for e in self.last if isinstance(e, kind)]
 
     def ever(self, kind: type[E]) -> list[E]:
-        return [e for e in self.effects if isinstance(e, kind)]
+        return [e for e in self._by_kind.get(kind, ()) if isinstance(e, kind)]
 
     def record(self) -> FaultRecord:
         """Return the newest revision of the newest record."""

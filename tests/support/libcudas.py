@@ -29,6 +29,20 @@ PATHS = f"{ROOT}:{ROOT / 'clients'}:{ROOT / 'clients' / 'libcuda'}"
 """PYTHONPATH of a program that imports packages of this tree."""
 MPSD_RUN = [sys.executable, "-m", "mpsd_client.run"]
 DEADLINE_S = 60.0
+_QUICK_COMPILER = """#!/bin/sh
+exec gcc "$@" -O0 -g0 -fno-lto
+"""
+
+
+def quick_compiler(folder: Path) -> str:
+    """Write a compiler for $CC that does not optimise, and return its path.
+
+    It is for tests about a build itself: the session's libraries are optimised and run in all other tests.
+    """
+    path = folder / "gcc-quick"
+    path.write_text(_QUICK_COMPILER)
+    path.chmod(0o755)
+    return str(path)
 
 
 def standalone(folder: Path, name: str, sources: Iterable[str], *flags: str, sanitize: str = "") -> Path:

@@ -44,6 +44,12 @@ def code_of(call: ast.Call) -> str:
     return first.attr if named and isinstance(first, ast.Attribute) else ""
 
 
+@cache
+def made_codes() -> frozenset[str]:
+    """Return the names of the codes of all conditions that mpsd makes."""
+    return frozenset(code_of(call) for tree in sources().values() for call in made(tree))
+
+
 def producers(tree: ast.AST) -> Iterator[ast.FunctionDef]:
     """Yield the functions with the name of a producer: of conditions, or of texts as they were before."""
     for node in ast.walk(tree):
@@ -92,7 +98,7 @@ def test_a_text_without_a_code_is_found() -> None:
 
 @each_code
 def test_a_code_has_a_producer(code: Code) -> None:
-    assert any(code_of(call) == code.name for tree in sources().values() for call in made(tree))
+    assert code.name in made_codes()
 
 
 @each_code

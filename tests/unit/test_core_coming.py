@@ -147,7 +147,7 @@ def test_an_exec_that_is_seen_late_leaves_the_new_programs_word() -> None:
     world = site(10)
     world.hello(10)
     world.do(ev.ClientLeft(process(10), "exec"))
-    world.effects.clear()
+    world.forget()
     world.do(ev.ClientNoticed("d1", facts(10)))
     world.do(ev.ClientAttached("d1", process(10), 1, tracked=True, space=1, apart=True))
     assert [e.process.pid for e in world.ever(fx.OfferStandby)] == [10]

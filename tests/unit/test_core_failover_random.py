@@ -30,6 +30,7 @@ from mpsd.core.failover.participants import (
 )
 from mpsd.core.state import DomainState, Policy
 from tests.support.core import UID, World, facts
+from tests.support.long import of
 from tests.unit import test_core_random as base
 
 MOVES = 2
@@ -251,7 +252,7 @@ class FailoverDaemon(base.Daemon):
 TestFailoverDaemon = FailoverDaemon.TestCase
 TestFailoverDaemon.settings = settings(
     derandomize=True,
-    max_examples=150,
+    max_examples=of(150, 75),
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),

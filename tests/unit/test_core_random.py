@@ -49,6 +49,7 @@ from tests.support.core import (
     server_of,
     uvm,
 )
+from tests.support.long import of
 from tests.support.randomlives import (
     ADDRESSES,
     GPUS,
@@ -599,7 +600,7 @@ class Daemon(RuleBasedStateMachine):
 TestDaemon = Daemon.TestCase
 TestDaemon.settings = settings(
     derandomize=True,
-    max_examples=150,
+    max_examples=of(150, 75),
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -87,6 +87,18 @@ def test_a_fault_during_its_trial_names_the_suspect_and_harms_no_other_client() 
     assert world.told() == [] and world.domain("d2").state is DomainState.ACTIVE
 
 
+def test_a_suspect_is_named_by_a_fault_that_comes_before_its_context_in_the_trial_domain_is_known() -> None:
+    """Its messages may overtake the log of the trial domain, which announces that context."""
+    world = claimed()
+    world.started("d3")
+    world.do(mev.MemberReady(process(10), 3, 5_000_000, 1 << 20))
+    arrives(world)
+    assert turns_of(world)[10] is Turn.HAS and not list(world.state.clients_of("d3"))
+    lose(world, "d3")
+    assert offender(world) == (10, Confidence.LIKELY)
+    assert world.failover().fates[0].why == FAULTED_AGAIN and world.told() == []
+
+
 def test_a_fault_of_another_domain_meanwhile_names_nobody() -> None:
     world = trying()
     world.started("d4")

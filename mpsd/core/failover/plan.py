@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from mpsd.base.model import Confidence, ExceptionOwner, FailoverMode, ProcessInstance, ReplayMode
+from mpsd.base.model import ClientId, Confidence, ExceptionOwner, FailoverMode, ProcessInstance, ReplayMode
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Fenced, Move, OfferStandby, RecordFailover, StandDown
 from mpsd.core.failover import budgets, serialreplay, suspects
@@ -32,7 +32,7 @@ from mpsd.core.failover.participants import (
 )
 from mpsd.core.faults import attribution as at
 from mpsd.core.faults import taxonomy
-from mpsd.core.faults.records import Evidence, FaultRecord, Source
+from mpsd.core.faults.records import Evidence, FaultRecord, Party, Source
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.state import Client, ClientState, Domain, DomainState, Slot, State
@@ -487,12 +487,27 @@ def name_by_replay(draft: Draft, record: FaultRecord) -> FaultRecord:
         return record
     first = _first_sign(draft, [record])
     repeated = suspects.named_by_trial(draft.state, draft.state.domains[record.domain], draft.now, first)
-    here = [c for c in draft.state.living_of(record.domain) if c.id.process in repeated]
-    for client in here[:1]:
-        victims = at.victims(draft.state, record.domain, client.id)
-        known = replace(record, offender=at.party(client), confidence=Confidence.LIKELY, victims=victims)
+    for party in _parties_in(draft.state, record.domain, repeated)[:1]:
+        victims = at.victims(draft.state, record.domain, party.id)
+        known = replace(record, offender=party, confidence=Confidence.LIKELY, victims=victims)
         return at.add_evidence(known, Evidence(Source.PROCESS, draft.now, FAULTED_AGAIN))
     return record
+
+
+def _parties_in(state: State, domain: str, processes: Iterable[ProcessInstance]) -> list[Party]:
+    """Return living participants that replayed in this domain, as clients of it.
+
+    The domain may fault before mpsd knows a new context there. Then the process is known by its other
+    contexts.
+    """
+    found = []
+    for process in processes:
+        here = [c for c in state.living_of(domain) if c.id.process == process]
+        others = [c for c in state.spaces_of(process) if c.living and c.id.domain != domain]
+        found += [at.party(c) for c in here] or [
+            Party(ClientId(domain, process), c.facts) for c in others[:1]
+        ]
+    return found
 
 
 def _entry(state: State, participant: Participant, refusal: str, suspect: bool) -> ParticipantOutcome:

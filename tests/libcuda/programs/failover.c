@@ -2,7 +2,8 @@
 /*
  * Threads create, use and destroy all objects that a fail-over carries over, while the test moves the program between
  * driver instances: for sanitizers. Each line of its input is answered, once each thread has done more rounds, with
- * the number of rounds that moves have spoilt and of waits that reported that. The program ends with its input.
+ * the number of rounds that moves have spoilt and of waits that reported that. The program ends with its input. With a
+ * second argument the threads start at the first line.
  *
  * Only work in flight may be missing. Data that a thread keeps is written once and checked in each round.
  */
@@ -350,27 +351,37 @@ static void wait_for_rounds(const struct worker *workers)
 	must(code ? CUDA_ERROR_TIMEOUT : CUDA_SUCCESS, "rounds");
 }
 
+static void start(struct worker *workers, CUcontext context)
+{
+	for (uint32_t i = 0; i < THREADS; i++) {
+		workers[i].number = i + 1;
+		workers[i].context = context;
+		pthread_create(&workers[i].thread, NULL, work, &workers[i]);
+	}
+}
+
 int main(int count, char **given)
 {
 	struct worker workers[THREADS] = { 0 };
+	int is_started = count < 3;
 	CUcontext context;
 	char line[16];
 
 	driver_open(count > 1 ? given[1] : "getproc", "libcuda.so.1");
 	MUST(cuInit, 0);
 	MUST(cuDevicePrimaryCtxRetain, &context, 0);
-	for (uint32_t i = 0; i < THREADS; i++) {
-		workers[i].number = i + 1;
-		workers[i].context = context;
-		pthread_create(&workers[i].thread, NULL, work, &workers[i]);
-	}
+	if (is_started)
+		start(workers, context);
 	while (fgets(line, sizeof(line), stdin)) {
+		if (!is_started)
+			start(workers, context);
+		is_started = 1;
 		wait_for_rounds(workers);
 		printf("%u %u\n", atomic_load(&spoilt), atomic_load(&told));
 		fflush(stdout);
 	}
 	atomic_store(&ending, 1);
-	for (int i = 0; i < THREADS; i++)
+	for (int i = 0; i < THREADS && is_started; i++)
 		pthread_join(workers[i].thread, NULL);
 	MUST(cuDevicePrimaryCtxRelease, 0);
 	puts("ok");
