@@ -543,3 +543,14 @@ def on_terminate_finished(draft: Draft, event: ev.TerminateFinished) -> None:
         kill(draft, believed, replace(eviction, steps=(*eviction.steps, event.text, "SIGKILL")))
     if not event.done:
         draft.count("terminate_failures")
+
+
+def on_clients_unpinned(draft: Draft, event: ev.ClientsUnpinned) -> None:
+    """Note whether the domain has clients that mpsd cannot pin. It must not end under them."""
+    domain = draft.state.domains.get(event.domain)
+    if domain is None or domain.unpinned == event.count:
+        return
+    changed = replace(domain, unpinned=event.count)
+    draft.put_domain(changed)
+    if changed.list_after is None:
+        lists.await_list(draft, changed)

@@ -162,17 +162,23 @@ def ensure(draft: Draft, slot_id: str) -> None:
 
 
 def _ensure_standbys(draft: Draft, slot: Slot, active: Domain) -> None:
-    wanted = slots.wants_standby(draft.state, slot, active)
-    if slot.spare is None and slot.second is not None:
-        # At the end of the decision, which may tell participants to move.
+    if slot.spare is not None:
+        wait = slots.second_in(draft.state, slot, draft.now)
+    elif slot.second is None and slots.wants_standby(draft.state, slot, active):
+        wait = slots.settles_in(draft.state, slot.id, draft.now)
+    else:
+        # The second standby domain takes its place at the end of the decision.
+        wait = None
+    if wait is None or slot.paused or slot.exclusive:
         return
-    lacks_second = slot.spare is not None and slots.wants_second(draft.state, slot, draft.now)
-    if slot.paused or slot.exclusive or not (lacks_second or (slot.spare is None and wanted)):
-        return
-    if slots.may_start(draft, slot):
+    if wait > 0:
+        draft.emit(ArmTimer(slots.STANDBYS, slot.id, wait))
+    elif slots.may_start(draft, slot):
         started = start(draft, slot)
-        slot = draft.state.slots[slot.id]
-        draft.put_slot(replace(slot, second=started) if lacks_second else replace(slot, spare=started))
+        known = draft.state.slots[slot.id]
+        draft.put_slot(
+            replace(known, spare=started) if slot.spare is None else replace(known, second=started)
+        )
 
 
 def _starting(draft: Draft, slot_id: str) -> bool:
@@ -249,13 +255,19 @@ def on_start_failed(draft: Draft, event: ev.DomainStartFailed) -> None:
     draft.put_domain(replace(domain, problem=event.reason))
     move(draft, domain.id, DomainTrigger.START_FAILED)
     slot = draft.state.slots[domain.slot]
+    if slot.second == domain.id:
+        # Nobody waits for it, and the GPU may have no memory for it.
+        draft.put_slot(replace(slot, second=None, second_lost=draft.now))
+        draft.count("second_standbys_failed")
+        ensure(draft, slot.id)
+        settle(draft, domain.id)
+        return
     slot = draft.put_slot(
         replace(
             slot,
             failures=slot.failures + 1,
             active=None if slot.active == domain.id else slot.active,
             spare=None if slot.spare == domain.id else slot.spare,
-            second=None if slot.second == domain.id else slot.second,
         )
     )
     delay = _retry_s(draft, slot.failures)
@@ -284,9 +296,10 @@ def on_unreachable(draft: Draft, event: ev.DomainUnreachable) -> None:
         return
     slot, policy = draft.state.slots[domain.slot], draft.state.policy
     lost = 1 if draft.now - domain.since > policy.start_retry_max_s else slot.lost + 1
-    draft.put_slot(replace(slot, lost=lost, paused=lost > 1))
-    if lost > 1:
-        draft.emit(ArmTimer("ensure", slot.id, _retry_s(draft, lost - 1)))
+    if slot.second != domain.id:
+        draft.put_slot(replace(slot, lost=lost, paused=lost > 1))
+        if lost > 1:
+            draft.emit(ArmTimer("ensure", slot.id, _retry_s(draft, lost - 1)))
     draft.put_domain(replace(domain, problem=event.reason))
     draft.count("domains_unreachable")
     users, why = draft.users_of(domain.id), event.reason
@@ -333,7 +346,7 @@ def leave(draft: Draft, name: str, trigger: DomainTrigger, *, planned: bool = Fa
     if slot.spare == name:
         slot = draft.put_slot(replace(slot, spare=None))
     elif slot.second == name:
-        slot = draft.put_slot(replace(slot, second=None))
+        slot = draft.put_slot(replace(slot, second=None, second_lost=draft.now))
     state, users = domain.state.value, draft.users_of(name)
     lost = work_is_lost(domain)
     draft.publish("domain-left", domain.uid, users, domain=name, state=state, why=trigger.value, lost=lost)
@@ -500,6 +513,9 @@ def _replace_quiet(draft: Draft, domain: Domain) -> None:
     living = any(c.living for c in draft.state.clients_of(domain.id))
     if living or slot.exclusive or slot.retiring or draft.state.stopping:
         return
+    if slot.second == domain.id:
+        leave(draft, domain.id, DomainTrigger.RETIRE)
+        return
     standby = draft.state.domains[slot.spare] if slot.spare else None
     if standby is not None and standby.id != domain.id and standby.log is LogState.QUIET:
         return
@@ -540,17 +556,6 @@ def on_log_state(draft: Draft, event: ev.LogStateSeen) -> None:
         draft.publish("domain-log-works", domain.uid, draft.users_of(domain.id), domain=domain.id)
     settle(draft, domain.id)
     _replace_beside(draft, domain)
-
-
-def on_clients_unpinned(draft: Draft, event: ev.ClientsUnpinned) -> None:
-    """Note whether the domain has clients that mpsd cannot pin. It must not end under them."""
-    domain = draft.state.domains.get(event.domain)
-    if domain is None or domain.unpinned == event.count:
-        return
-    changed = replace(domain, unpinned=event.count)
-    draft.put_domain(changed)
-    if changed.list_after is None:
-        lists.await_list(draft, changed)
 
 
 def on_clients_listed(draft: Draft, event: ev.ClientsListed) -> None:

@@ -17,6 +17,7 @@ because a client could be on its way to it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from enum import StrEnum
 
@@ -26,6 +27,7 @@ from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, DropPath
 from mpsd.core.events import DrainRequested, ModeSeen, SlotWanted
 from mpsd.core.failover import plan
+from mpsd.core.failover.participants import Standing
 from mpsd.core.lifecycle import DomainTrigger
 from mpsd.core.state import SERVING, Domain, DomainState, Slot, State
 from mpsd.core.victims import arm_drain
@@ -58,22 +60,26 @@ class SlotRefusal(StrEnum):
 
 
 MINUTE_S = 60.0
+STANDBYS = "failover-standbys"
+"""Name of the timer that starts the standby domains that a slot lacks."""
+SETTLE_S = 1.0
+"""Longest time [s] after an order to move in which nothing starts for the slot: starts delay a move."""
+SECOND_AFTER_S = 5.0
+"""Time [s] after the first program that would replay until a slot has a second standby domain. A series of
+short programs then starts none."""
+SECOND_AGAIN_S = 60.0
+"""Time [s] until a second standby domain starts again after one that failed, ended or made way."""
 STARTS_PER_MINUTE = 40
 """Starts of domains of one slot within a minute before the next one is delayed. Faults of its own clients at
 the rate of `failover.per_minute` stay far below."""
 
 
-def starts_left(slot: Slot, now: float) -> int:
-    """Return how many domains of this slot may be started now without a delay; negative: so many too many."""
-    return STARTS_PER_MINUTE - sum(now - at < MINUTE_S for at in slot.starts)
-
-
 def may_start(draft: Draft, slot: Slot) -> bool:
     """Return whether a domain may be started for this slot now; otherwise start it after a growing delay."""
-    excess, policy = -starts_left(slot, draft.now), draft.state.policy
+    recent = [at for at in slot.starts if draft.now - at < MINUTE_S]
+    excess, policy = len(recent) - STARTS_PER_MINUTE, draft.state.policy
     if excess < 0:
         return True
-    recent = [at for at in slot.starts if draft.now - at < MINUTE_S]
     delay = min(policy.start_retry_s * 2 ** min(excess, 16), policy.start_retry_max_s)
     wait = recent[-1] + delay - draft.now
     if wait <= 0:
@@ -108,22 +114,35 @@ def wants_standby(state: State, slot: Slot, active: Domain) -> bool:
     return kept or bool(plan.participants_of(state, slot))
 
 
-def wants_second(state: State, slot: Slot, now: float) -> bool:
-    """Return whether the slot, which has a standby domain, lacks a second standby domain.
+def settles_in(state: State, slot: str, now: float) -> float:
+    """Return how long nothing starts for the slot, because participants are moving [s]; 0 if none is."""
+    moving = (m for m in state.members.values() if m.standing is Standing.MOVING and m.connected and m.told)
+    here = [m for m in moving if (home := state.domains.get(m.home or "")) and home.slot == slot]
+    return max((SETTLE_S - (now - m.told[-1]) for m in here), default=0.0)
 
-    Not after many starts: the next ones of this minute are for standby domains, which matter more.
+
+def second_in(state: State, slot: Slot, now: float) -> float | None:
+    """Return in how many seconds the slot wants a second standby domain; None: it wants none.
+
+    Not after many starts: the next ones of that minute are for standby domains, which matter more.
     """
     standby = state.domains.get(slot.spare or "")
-    if slot.second is not None or slot.failures or standby is None or standby.state is not DomainState.WARM:
-        return False
-    if starts_left(slot, now) <= STARTS_PER_MINUTE // 2:
-        return False
-    return replays_in(state, slot.id)
+    is_warm = standby is not None and standby.state is DomainState.WARM
+    if slot.second is not None or slot.replays is None or not is_warm:
+        return None
+    waits = [0.0, settles_in(state, slot.id, now), slot.replays + SECOND_AFTER_S - now]
+    if slot.second_lost is not None:
+        waits.append(slot.second_lost + SECOND_AGAIN_S - now)
+    recent, most = [at for at in slot.starts if now - at < MINUTE_S], STARTS_PER_MINUTE // 2
+    if len(recent) >= most:
+        waits.append(recent[-most] + MINUTE_S - now)
+    return max(waits)
 
 
 def replays_in(state: State, slot: str) -> bool:
     """Return whether a participant of this slot, connected or not, would replay after a fault."""
     able = (m for m in state.members.values() if m.mode is FailoverMode.EXACT and m.excess is None)
+    able = (m for m in able if m.standing is not Standing.LEFT_BEHIND)
     return any((home := state.domains.get(m.home or "")) and home.slot == slot for m in able)
 
 
@@ -135,6 +154,13 @@ def drop_second(draft: Draft, name: str) -> None:
     draft.put_slot(replace(draft.state.slots[name], second=None))
     domains.move(draft, second, DomainTrigger.RETIRE)
     domains.settle(draft, second)
+
+
+def give_up_seconds(draft: Draft, gpus: Collection[str]) -> None:
+    """End the second standby domains on these GPUs for a while: their memory is needed."""
+    for slot in [s for s in draft.state.slots.values() if s.second is not None and {*s.gpus} & {*gpus}]:
+        draft.put_slot(replace(slot, second_lost=draft.now))
+        drop_second(draft, slot.id)
 
 
 def wants_server(state: State, begun: Domain) -> bool:

@@ -136,7 +136,8 @@ class Slot:
     `starts`: the latest starts of its domains [monotonic s]. `delayed`: their number delays the next one.
     `account`: the user that answers for `uid` (its owner if it is a subordinate uid); None: `uid` itself.
     `joined`: a client has used the slot. `resting`: it is idle, so it wants no standby domain. `second`: the
-    second standby domain (core/failover/secondstandby.py).
+    second standby domain (core/failover/secondstandby.py). `second_lost`: monotonic seconds at which it last
+    failed or made way. `replays`: since when the slot has participants that would replay [monotonic s].
     """
 
     id: str
@@ -157,6 +158,8 @@ class Slot:
     joined: bool = False
     resting: bool = False
     second: str | None = None
+    second_lost: float | None = None
+    replays: float | None = None
 
     @property
     def accountable(self) -> int | None:

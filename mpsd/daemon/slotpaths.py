@@ -214,7 +214,9 @@ class SlotPaths:
     def note_start(self, event: ev.DomainStarted | ev.DomainStartFailed | ev.ServerStartFailed) -> None:
         """Keep why a slot's last domain did not start: core forgets a domain that never started."""
         domain = self._state().domains.get(event.domain)
-        if domain is None:
+        slot = self._state().slots.get(domain.slot) if domain is not None else None
+        if domain is None or (slot is not None and slot.second == domain.id):
+            # Nobody waits for a second standby domain.
             return
         self._start_problems.pop(domain.slot, None)
         self._by_server.discard(domain.slot)

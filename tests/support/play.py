@@ -29,6 +29,7 @@ from mpsd.base.model import (
 )
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
+from mpsd.core import slots
 from mpsd.core.events import DomainRole
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.participants import Outcome, Standing, Turn
@@ -544,7 +545,8 @@ class Play:
             self.do(ev.DrainRequested((), True))
             self.do(ev.DrainRequested((), False))
         elif what < 0.92:
-            self._lose(self.world.state.slots[SLOT].spare or "", dies=True)
+            slot = self.world.state.slots[SLOT]
+            self._lose((self._number % 3 == 0 and slot.second) or slot.spare or "", dies=True)
         elif what < 0.96:
             short = self.random.choice(living)
             self._number += 1
@@ -578,6 +580,15 @@ class Play:
 
     def _is_wrong_at_rest(self) -> list[str]:
         state, found = self.world.state, []
+        slot = state.slots[SLOT]
+        roles = {slot.active, slot.spare, slot.second}
+        for domain in state.domains.values():
+            if domain.state in (DomainState.STARTING, DomainState.WARM) and domain.id not in roles:
+                found.append(f"{domain.id} is {domain.state} and serves nothing")
+        if slot.second is not None and not slots.replays_in(state, SLOT):
+            found.append(f"nobody needs the second standby domain {slot.second}")
+        if slots.second_in(state, slot, self.world.now) == 0.0:
+            found.append("the slot lacks its second standby domain")
         for participant in state.members.values():
             program = self.programs[participant.process]
             if participant.turn is not Turn.NONE or participant.standing is Standing.MOVING:
@@ -609,7 +620,8 @@ class Play:
             alone = (c for c in ended if not any(state.living_of(c.id.domain)))
             found += [f"the lease of {c.id} is left over" for c in alone]
         for domain in state.domains.values():
-            if domain.state not in IN_USE and domain.id not in homes and not self._waits_there(domain.id):
+            is_used = domain.state in IN_USE or domain.id in (roles | homes)
+            if not is_used and not self._waits_there(domain.id):
                 found.append(f"{domain.id} is left over, {domain.state}")
         return found
 

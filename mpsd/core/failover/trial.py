@@ -79,14 +79,10 @@ def _assign(draft: Draft, name: str) -> None:
         return
     first = min(waiting, key=lambda m: (m.takes_s, m.process.start_ticks, m.process.pid))
     draft.count("failover_trials")
-    is_second = found.id == slot.second
-    draft.put_slot(replace(slot, second=None) if is_second else replace(slot, spare=None))
+    draft.put_slot(replace(slot, second=None) if found.id == slot.second else replace(slot, spare=None))
     draft.put_domain(replace(found, trial=first.process))
     domains.move(draft, found.id, DomainTrigger.RETIRE)
-    if is_second:
-        secondstandby.start_later(draft, name)
-    else:
-        domains.ensure(draft, name)
+    domains.ensure(draft, name)
     # The others' standby contexts go; theirs is the next standby domain.
     plan.refresh_all(draft, name)
 

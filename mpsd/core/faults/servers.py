@@ -73,7 +73,8 @@ def on_start_failed(draft: Draft, event: ev.ServerStartFailed) -> None:
         domains.settle(draft, domain.id)
         return
     slot = draft.state.slots[domain.slot]
-    draft.put_slot(replace(slot, failures=slot.failures + 1))
+    if slot.second != domain.id:
+        draft.put_slot(replace(slot, failures=slot.failures + 1))
     draft.count("server_starts_failed")
     draft.publish("server-start-failed", domain.uid, domain=domain.id, reason=event.reason)
     # A client that no list names may still wait for this server, or for its control daemon's next one.
