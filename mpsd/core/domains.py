@@ -256,7 +256,7 @@ def on_start_failed(draft: Draft, event: ev.DomainStartFailed) -> None:
     move(draft, domain.id, DomainTrigger.START_FAILED)
     slot = draft.state.slots[domain.slot]
     if slot.second == domain.id:
-        # Nobody waits for it, and the GPU may have no memory for it.
+        # No client waits for it, and the GPU may have no memory for it.
         draft.put_slot(replace(slot, second=None, second_lost=draft.now))
         draft.count("second_standbys_failed")
         ensure(draft, slot.id)

@@ -216,7 +216,7 @@ class SlotPaths:
         domain = self._state().domains.get(event.domain)
         slot = self._state().slots.get(domain.slot) if domain is not None else None
         if domain is None or (slot is not None and slot.second == domain.id):
-            # Nobody waits for a second standby domain.
+            # No client waits for a second standby domain.
             return
         self._start_problems.pop(domain.slot, None)
         self._by_server.discard(domain.slot)
