@@ -6,8 +6,8 @@ exact keeps a second standby domain (slots.second_in). After a fault
   - it becomes the trial domain of the first suspect;
   - else it becomes the standby domain once the participants have moved (slots.settles_in).
 
-It ends with the last participant that would replay, and where its memory is needed. If it fails, no client waits
-for it: the next one starts later, and suspects meanwhile wait for a start, or replay last.
+It ends with the last participant that would replay, and where its memory is needed. If it fails, no client
+waits for it: the next one starts later, and suspects meanwhile wait for a start, or replay last.
 """
 
 from __future__ import annotations
