@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 
 LIBRARY_NAME = "libcuda.so.1"
@@ -89,10 +91,6 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[str]:
 
 def _cached() -> Iterator[str]:
     """Yield the entries of the loader's cache, in its order."""
-    # Few programs come here, and these imports would delay the start of each.
-    import shutil
-    import subprocess
-
     ldconfig = shutil.which("ldconfig", path="/sbin:/usr/sbin:/bin:/usr/bin")
     if ldconfig is None:
         return

@@ -7,6 +7,7 @@ receive all events.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -17,6 +18,8 @@ from typing import Any
 
 from mpsd_client._protocol import errors
 from mpsd_client.client import Client, EventStream, connect
+
+log = logging.getLogger("mpsd_client.events")
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0
 DAEMON_LOST, DAEMON_BACK = "daemon-lost", "daemon-back"
@@ -189,10 +192,7 @@ class Watcher:
         try:
             self._callback(event)
         except Exception:
-            # Not at the top: it would delay the start of every program under mpsd-run.
-            import logging
-
-            logging.getLogger("mpsd_client.events").exception("a callback failed at: %s", event)
+            log.exception("a callback failed at: %s", event)
 
 
 def _event(message: Mapping[str, Any]) -> Event:
