@@ -59,6 +59,7 @@ def test_ends_are_judged_by_what_stayed(row: dict[str, Any], says: str) -> None:
 
 def long(count: int = 50, **last: Any) -> dict[str, Any]:
     first = {"moves": 1, "used": 2000.0, "descriptors": 60, "threads": 5, "daemon_descriptors": 80}
+    first["domains"] = 3
     samples = [{**first, "moves": number + 1} for number in range(count)]
     samples[-1] |= last
     return {"moves": count, "samples": samples, "lost": 0, "wrong": 0, "problem": ""}
@@ -72,6 +73,9 @@ def long(count: int = 50, **last: Any) -> dict[str, Any]:
         (long(descriptors=63), "invalid: descriptors grew by 3 after the first 10 fail-overs"),
         (long(used=2100.0), "invalid: used grew by 100 after the first 10 fail-overs"),
         (long(10), "invalid: 10 fail-overs say nothing of growth"),
+        # A further domain takes descriptors and memory.
+        (long(domains=4, daemon_descriptors=91, used=2300.0), "valid"),
+        (long(11, domains=4), "invalid: after 10 fail-overs mpsd always had more domains than before"),
     ],
 )
 def test_a_long_life_is_judged_by_what_grew(row: dict[str, Any], says: str) -> None:

@@ -117,13 +117,22 @@ def judge_ended(row: Mapping[str, Any]) -> str:
 
 
 def judge_long(row: Mapping[str, Any]) -> str:
-    """Return valid, or invalid with the first reason."""
+    """Return valid, or invalid with the first reason.
+
+    A further domain takes memory and descriptors. So the last sample with no more domains than one of the
+    first is compared.
+    """
     if found := _lives(row):
         return found
-    if len(row["samples"]) <= SETTLED:
+    first, later = row["samples"][:SETTLED], row["samples"][SETTLED:]
+    if not later:
         return f"invalid: {len(row['samples'])} fail-overs say nothing of growth"
+    most_domains = max(sample.get("domains", 0) for sample in first)
+    last = next((s for s in reversed(later) if s.get("domains", 0) <= most_domains), None)
+    if last is None:
+        return f"invalid: after {SETTLED} fail-overs mpsd always had more domains than before"
     for name, most in MOST_MORE.items():
-        grown = row["samples"][-1][name] - max(sample[name] for sample in row["samples"][:SETTLED])
+        grown = last[name] - max(sample[name] for sample in first)
         if grown > most:
             return f"invalid: {name} grew by {grown:.0f} after the first {SETTLED} fail-overs"
     return "valid"

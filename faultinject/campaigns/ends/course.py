@@ -44,13 +44,14 @@ class Ended:
 
 @dataclass(slots=True)
 class Sample:
-    """One process after so many fail-overs. used: memory in use on the GPU [MiB]."""
+    """One process after so many fail-overs. used: memory in use on the GPU [MiB]. domains: of mpsd then."""
 
     moves: int
     used: float
     descriptors: int
     threads: int
     daemon_descriptors: int
+    domains: int
 
 
 @dataclass(slots=True)
@@ -182,7 +183,8 @@ class Ends(Rounds):
         self._wait_until_ready(self._servers)
         threads = len(os.listdir(f"/proc/{server.pid}/task"))
         own, daemon = open_descriptors(server.pid), open_descriptors(self._rig.mpsd.pid)
-        return Sample(moves, self._used(), own, threads, daemon)
+        domains = len(self._rig.mpsd.status()["domains"])
+        return Sample(moves, self._used(), own, threads, daemon, domains)
 
     def end(self) -> str:
         """End what is left. Raises DeadlineError for a bystander that does not answer."""
