@@ -147,7 +147,7 @@ def ensure(draft: Draft, slot_id: str) -> None:
     elif standby is not None and standby.state is DomainState.WARM:
         promote(draft, slot, standby.id)
     elif standby is None and slot.second is not None:
-        draft.put_slot(replace(slot, spare=slot.second, second=None))
+        draft.put_slot(slots.without_second(replace(slot, spare=slot.second), draft.now))
         ensure(draft, slot_id)
     elif standby is None and not slot.paused and not _starting(draft, slot_id):
         if active is not None and slot.exclusive:

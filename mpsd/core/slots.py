@@ -65,8 +65,8 @@ STANDBYS = "failover-standbys"
 SETTLE_S = 1.0
 """Longest time [s] after an order to move in which nothing starts for the slot: starts delay a move."""
 SECOND_AFTER_S = 5.0
-"""Time [s] after the first program that would replay until a slot has a second standby domain. A series of
-short programs then starts none."""
+"""Time [s] after the first program that would replay, or after the use of a second standby domain, until the
+next one starts. A series of short programs then starts none, and none starts beside replays."""
 SECOND_AGAIN_S = 60.0
 """Time [s] until a second standby domain starts again after one that failed, ended or made way."""
 STARTS_PER_MINUTE = 40
@@ -146,6 +146,11 @@ def replays_in(state: State, slot: str) -> bool:
     return any((home := state.domains.get(m.home or "")) and home.slot == slot for m in able)
 
 
+def without_second(slot: Slot, now: float) -> Slot:
+    """Return the slot after its second standby domain was used: the next one starts SECOND_AFTER_S later."""
+    return replace(slot, second=None, replays=now)
+
+
 def drop_second(draft: Draft, name: str) -> None:
     """End the second standby domain of a slot, if it has one."""
     second = draft.state.slots[name].second
@@ -161,6 +166,8 @@ def give_up_seconds(draft: Draft, gpus: Collection[str]) -> None:
     for slot in [s for s in draft.state.slots.values() if s.second is not None and {*s.gpus} & {*gpus}]:
         draft.put_slot(replace(slot, second_lost=draft.now))
         drop_second(draft, slot.id)
+        # Its timer brings the next one.
+        domains.ensure(draft, slot.id)
 
 
 def wants_server(state: State, begun: Domain) -> bool:

@@ -137,7 +137,8 @@ class Slot:
     `account`: the user that answers for `uid` (its owner if it is a subordinate uid); None: `uid` itself.
     `joined`: a client has used the slot. `resting`: it is idle, so it wants no standby domain. `second`: the
     second standby domain (core/failover/secondstandby.py). `second_lost`: monotonic seconds at which it last
-    failed or made way. `replays`: since when the slot has participants that would replay [monotonic s].
+    failed or made way. `replays`: since when the slot has participants that would replay, or when its
+    second standby domain was last used [monotonic s].
     """
 
     id: str

@@ -62,7 +62,7 @@ def _take_place(draft: Draft, slot: Slot) -> None:
     if wait > 0:
         draft.emit(ArmTimer(slots.STANDBYS, slot.id, wait))
         return
-    draft.put_slot(replace(slot, spare=second.id, second=None))
+    draft.put_slot(slots.without_second(replace(slot, spare=second.id), draft.now))
     if is_warm:
         domains.stand_by(draft, second)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpsd.base.model import ProcessInstance
-from mpsd.core import domains
+from mpsd.core import domains, slots
 from mpsd.core.draft import Draft
 from mpsd.core.failover import plan, secondstandby, serialreplay, suspects
 from mpsd.core.failover.participants import Participant, Standing, Turn
@@ -79,7 +79,8 @@ def _assign(draft: Draft, name: str) -> None:
         return
     first = min(waiting, key=lambda m: (m.takes_s, m.process.start_ticks, m.process.pid))
     draft.count("failover_trials")
-    draft.put_slot(replace(slot, second=None) if found.id == slot.second else replace(slot, spare=None))
+    is_second = found.id == slot.second
+    draft.put_slot(slots.without_second(slot, draft.now) if is_second else replace(slot, spare=None))
     draft.put_domain(replace(found, trial=first.process))
     domains.move(draft, found.id, DomainTrigger.RETIRE)
     domains.ensure(draft, name)
