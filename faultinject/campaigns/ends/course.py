@@ -160,7 +160,12 @@ class Ends(Rounds):
         return round(self._rig.node.gpu_memory_used() / MIB, 1)
 
     def _settled_memory(self) -> float:
-        """Return the memory in use once it has not changed for a while."""
+        """Return the memory in use once it has not changed for a while.
+
+        The next standby domain is warm by then: its server has memory, too. Raises DeadlineError.
+        """
+        if self._rig.mpsd.until_standby(self._left(UP_S)) is None:
+            raise DeadlineError("mpsd has no standby domain again after a fail-over")
         before, end = self._used(), clock() + LATE_S
         while clock() < end:
             time.sleep(QUIET_S)
