@@ -147,7 +147,7 @@ def ensure(draft: Draft, slot_id: str) -> None:
     elif standby is not None and standby.state is DomainState.WARM:
         promote(draft, slot, standby.id)
     elif standby is None and slot.second is not None:
-        draft.put_slot(slots.without_second(replace(slot, spare=slot.second), draft.now))
+        draft.put_slot(slots.without_second_standby(replace(slot, spare=slot.second), draft.now))
         ensure(draft, slot_id)
     elif standby is None and not slot.paused and not _starting(draft, slot_id):
         if active is not None and slot.exclusive:
@@ -163,7 +163,7 @@ def ensure(draft: Draft, slot_id: str) -> None:
 
 def _ensure_standbys(draft: Draft, slot: Slot, active: Domain) -> None:
     if slot.spare is not None:
-        wait = slots.second_in(draft.state, slot, draft.now)
+        wait = slots.second_standby_in(draft.state, slot, draft.now)
     elif slot.second is None and slots.wants_standby(draft.state, slot, active):
         wait = slots.settles_in(draft.state, slot.id, draft.now)
     else:

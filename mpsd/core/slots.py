@@ -121,7 +121,7 @@ def settles_in(state: State, slot: str, now: float) -> float:
     return max((SETTLE_S - (now - m.told[-1]) for m in here), default=0.0)
 
 
-def second_in(state: State, slot: Slot, now: float) -> float | None:
+def second_standby_in(state: State, slot: Slot, now: float) -> float | None:
     """Return in how many seconds the slot wants a second standby domain; None: it wants none.
 
     Not after many starts: the next ones of that minute are for standby domains, which matter more.
@@ -139,19 +139,19 @@ def second_in(state: State, slot: Slot, now: float) -> float | None:
     return max(waits)
 
 
-def replays_in(state: State, slot: str) -> bool:
+def would_replay(state: State, slot: str) -> bool:
     """Return whether a participant of this slot, connected or not, would replay after a fault."""
     able = (m for m in state.members.values() if m.mode is FailoverMode.EXACT and m.excess is None)
     able = (m for m in able if m.standing is not Standing.LEFT_BEHIND)
     return any((home := state.domains.get(m.home or "")) and home.slot == slot for m in able)
 
 
-def without_second(slot: Slot, now: float) -> Slot:
+def without_second_standby(slot: Slot, now: float) -> Slot:
     """Return the slot after its second standby domain was used: the next one starts SECOND_AFTER_S later."""
     return replace(slot, second=None, replays=now)
 
 
-def drop_second(draft: Draft, name: str) -> None:
+def drop_second_standby(draft: Draft, name: str) -> None:
     """End the second standby domain of a slot, if it has one."""
     second = draft.state.slots[name].second
     if second is None:
@@ -161,11 +161,11 @@ def drop_second(draft: Draft, name: str) -> None:
     domains.settle(draft, second)
 
 
-def give_up_seconds(draft: Draft, gpus: Collection[str]) -> None:
+def give_up_second_standbys(draft: Draft, gpus: Collection[str]) -> None:
     """End the second standby domains on these GPUs for a while: their memory is needed."""
     for slot in [s for s in draft.state.slots.values() if s.second is not None and {*s.gpus} & {*gpus}]:
         draft.put_slot(replace(slot, second_lost=draft.now))
-        drop_second(draft, slot.id)
+        drop_second_standby(draft, slot.id)
         # Its timer brings the next one.
         domains.ensure(draft, slot.id)
 
@@ -238,7 +238,7 @@ def on_idle(draft: Draft, name: str) -> None:
     if not slot.resting:
         draft.count("slots_idle")
         draft.publish("slot-idle", slot.uid, slot=name)
-    drop_second(draft, name)
+    drop_second_standby(draft, name)
     slot = draft.state.slots[name]
     draft.put_slot(replace(slot, spare=None, resting=True))
     if slot.spare is not None:
@@ -277,7 +277,7 @@ def on_mode_seen(draft: Draft, event: ModeSeen) -> None:
     if slot is None or slot.exclusive == event.exclusive:
         return
     if event.exclusive:
-        drop_second(draft, slot.id)
+        drop_second_standby(draft, slot.id)
     slot = draft.state.slots[slot.id]
     standby = slot.spare if event.exclusive else None
     slot = draft.put_slot(replace(slot, exclusive=event.exclusive, spare=None if standby else slot.spare))

@@ -1,4 +1,4 @@
-"""Debian packages that single tests need, fetched from the archive and unpacked."""
+"""Debian packages that single tests need, from the archive that this machine's apt uses, and unpacked."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kmod import aptsources
+from kmod.errors import Unavailable
 from tests.support.fetched import once
 
-ARCHIVE = "http://deb.debian.org/debian/pool/main"
 FETCH_S = 20.0
 
 
@@ -25,9 +26,10 @@ def unpacked(path: str) -> Path:
 
     def fetch(into: Path) -> None:
         try:
-            with urllib.request.urlopen(f"{ARCHIVE}/{path}", timeout=FETCH_S) as answer:
+            archive = aptsources.debian(aptsources.read()).uris[0].rstrip("/")
+            with urllib.request.urlopen(f"{archive}/pool/main/{path}", timeout=FETCH_S) as answer:
                 (into / name).write_bytes(answer.read())
-        except OSError as error:
+        except (OSError, Unavailable) as error:
             pytest.skip(f"{name}: cannot be fetched: {error}")
         subprocess.run(["dpkg-deb", "-x", into / name, into / "files"], check=True, timeout=FETCH_S)
 

@@ -585,9 +585,9 @@ class Play:
         for domain in state.domains.values():
             if domain.state in (DomainState.STARTING, DomainState.WARM) and domain.id not in roles:
                 found.append(f"{domain.id} is {domain.state} and serves nothing")
-        if slot.second is not None and not slots.replays_in(state, SLOT):
+        if slot.second is not None and not slots.would_replay(state, SLOT):
             found.append(f"nobody needs the second standby domain {slot.second}")
-        if slots.second_in(state, slot, self.world.now) == 0.0:
+        if slots.second_standby_in(state, slot, self.world.now) == 0.0:
             found.append("the slot lacks its second standby domain")
         for participant in state.members.values():
             program = self.programs[participant.process]

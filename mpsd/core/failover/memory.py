@@ -50,7 +50,7 @@ def on_shortage(draft: Draft, event: mev.MemberWantsMemory) -> None:
         draft.count("failover_words_ignored")
         draft.emit(GrantMemory(event.process, 0, event.number))
         return
-    slots.give_up_seconds(draft, gpus_of(draft.state, requester))
+    slots.give_up_second_standbys(draft, gpus_of(draft.state, requester))
     before = next((s for s in requester.shorts if s.number == event.number), None)
     asked = before.asked if before is not None else frozenset()
     _ask_next(draft, requester, MemoryShortage(event.number, event.wanted, event.free, draft.now, asked))
@@ -212,7 +212,7 @@ def on_full(draft: Draft, event: ev.GpuFull) -> None:
     due = [m for m in asked if event.gpu in gpus_of(draft.state, m) and draft.now - (m.yields or 0.0) < ASK_S]
     if due:
         return
-    slots.give_up_seconds(draft, {event.gpu})
+    slots.give_up_second_standbys(draft, {event.gpu})
     participant = _largest(_standbys_on(draft.state, event.gpu, draft.now))
     draft.put_participant(replace(participant, yields=draft.now))
     draft.count("failover_standbys_yielded")

@@ -2,7 +2,7 @@
 
 After a fault a suspect needs a trial domain (trial.py). A domain that starts only then takes longer than
 everything else in a trial, because the driver is busy with the fault. So a slot with participants in mode
-exact keeps a second standby domain (slots.second_in). After a fault
+exact keeps a second standby domain (slots.second_standby_in). After a fault
   - it becomes the trial domain of the first suspect;
   - else it becomes the standby domain once the participants have moved (slots.settles_in).
 
@@ -31,7 +31,7 @@ def follow(draft: Draft, before: State) -> None:
     if state.adopting or state.stopping or same:
         return
     for slot in tuple(state.slots.values()):
-        replays = slots.replays_in(state, slot.id)
+        replays = slots.would_replay(state, slot.id)
         if replays != (slot.replays is not None):
             draft.put_slot(replace(slot, replays=draft.now if replays else None))
             domains.ensure(draft, slot.id)
@@ -52,7 +52,7 @@ def _settle(draft: Draft, name: str) -> None:
     ):
         _take_place(draft, slot)
     elif slot.replays is None:
-        slots.drop_second(draft, name)
+        slots.drop_second_standby(draft, name)
 
 
 def _take_place(draft: Draft, slot: Slot) -> None:
@@ -62,7 +62,7 @@ def _take_place(draft: Draft, slot: Slot) -> None:
     if wait > 0:
         draft.emit(ArmTimer(slots.STANDBYS, slot.id, wait))
         return
-    draft.put_slot(slots.without_second(replace(slot, spare=second.id), draft.now))
+    draft.put_slot(slots.without_second_standby(replace(slot, spare=second.id), draft.now))
     if is_warm:
         domains.stand_by(draft, second)
 

@@ -80,7 +80,7 @@ def _assign(draft: Draft, name: str) -> None:
     first = min(waiting, key=lambda m: (m.takes_s, m.process.start_ticks, m.process.pid))
     draft.count("failover_trials")
     is_second = found.id == slot.second
-    draft.put_slot(slots.without_second(slot, draft.now) if is_second else replace(slot, spare=None))
+    draft.put_slot(slots.without_second_standby(slot, draft.now) if is_second else replace(slot, spare=None))
     draft.put_domain(replace(found, trial=first.process))
     domains.move(draft, found.id, DomainTrigger.RETIRE)
     domains.ensure(draft, name)
