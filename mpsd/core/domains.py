@@ -257,7 +257,7 @@ def on_start_failed(draft: Draft, event: ev.DomainStartFailed) -> None:
     slot = draft.state.slots[domain.slot]
     if slot.second == domain.id:
         # No client waits for it, and the GPU may have no memory for it.
-        draft.put_slot(replace(slot, second=None, second_lost=draft.now))
+        draft.put_slot(slots.without_second_standby(slot, draft.now, slots.SECOND_AGAIN_S))
         draft.count("second_standbys_failed")
         ensure(draft, slot.id)
         settle(draft, domain.id)
@@ -346,7 +346,7 @@ def leave(draft: Draft, name: str, trigger: DomainTrigger, *, planned: bool = Fa
     if slot.spare == name:
         slot = draft.put_slot(replace(slot, spare=None))
     elif slot.second == name:
-        slot = draft.put_slot(replace(slot, second=None, second_lost=draft.now))
+        slot = draft.put_slot(slots.without_second_standby(slot, draft.now, slots.SECOND_AGAIN_S))
     state, users = domain.state.value, draft.users_of(name)
     lost = work_is_lost(domain)
     draft.publish("domain-left", domain.uid, users, domain=name, state=state, why=trigger.value, lost=lost)

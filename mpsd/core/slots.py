@@ -128,11 +128,9 @@ def second_standby_in(state: State, slot: Slot, now: float) -> float | None:
     """
     standby = state.domains.get(slot.spare or "")
     is_warm = standby is not None and standby.state is DomainState.WARM
-    if slot.second is not None or slot.replays is None or not is_warm:
+    if slot.second is not None or slot.second_from is None or not is_warm:
         return None
-    waits = [0.0, settles_in(state, slot.id, now), slot.replays + SECOND_AFTER_S - now]
-    if slot.second_lost is not None:
-        waits.append(slot.second_lost + SECOND_AGAIN_S - now)
+    waits = [0.0, settles_in(state, slot.id, now), slot.second_from - now]
     recent, most = [at for at in slot.starts if now - at < MINUTE_S], STARTS_PER_MINUTE // 2
     if len(recent) >= most:
         waits.append(recent[-most] + MINUTE_S - now)
@@ -146,9 +144,9 @@ def would_replay(state: State, slot: str) -> bool:
     return any((home := state.domains.get(m.home or "")) and home.slot == slot for m in able)
 
 
-def without_second_standby(slot: Slot, now: float) -> Slot:
-    """Return the slot after its second standby domain was used: the next one starts SECOND_AFTER_S later."""
-    return replace(slot, second=None, replays=now)
+def without_second_standby(slot: Slot, now: float, after_s: float = SECOND_AFTER_S) -> Slot:
+    """Return the slot without its second standby domain. The next one may start so much later."""
+    return replace(slot, second=None, second_from=now + after_s)
 
 
 def drop_second_standby(draft: Draft, name: str) -> None:
@@ -164,8 +162,8 @@ def drop_second_standby(draft: Draft, name: str) -> None:
 def give_up_second_standbys(draft: Draft, gpus: Collection[str]) -> None:
     """End the second standby domains on these GPUs for a while: their memory is needed."""
     for slot in [s for s in draft.state.slots.values() if s.second is not None and {*s.gpus} & {*gpus}]:
-        draft.put_slot(replace(slot, second_lost=draft.now))
         drop_second_standby(draft, slot.id)
+        draft.put_slot(without_second_standby(draft.state.slots[slot.id], draft.now, SECOND_AGAIN_S))
         # Its timer brings the next one.
         domains.ensure(draft, slot.id)
 

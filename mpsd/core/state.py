@@ -136,9 +136,8 @@ class Slot:
     `starts`: the latest starts of its domains [monotonic s]. `delayed`: their number delays the next one.
     `account`: the user that answers for `uid` (its owner if it is a subordinate uid); None: `uid` itself.
     `joined`: a client has used the slot. `resting`: it is idle, so it wants no standby domain. `second`: the
-    second standby domain (core/failover/secondstandby.py). `second_lost`: monotonic seconds at which it last
-    failed or made way. `replays`: since when the slot has participants that would replay, or when its
-    second standby domain was last used [monotonic s].
+    second standby domain (core/failover/secondstandby.py). `second_from`: when the next one may start
+    [monotonic s]; None if no participant would replay.
     """
 
     id: str
@@ -159,8 +158,7 @@ class Slot:
     joined: bool = False
     resting: bool = False
     second: str | None = None
-    second_lost: float | None = None
-    replays: float | None = None
+    second_from: float | None = None
 
     @property
     def accountable(self) -> int | None:

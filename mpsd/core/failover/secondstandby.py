@@ -32,8 +32,8 @@ def follow(draft: Draft, before: State) -> None:
         return
     for slot in tuple(state.slots.values()):
         replays = slots.would_replay(state, slot.id)
-        if replays != (slot.replays is not None):
-            draft.put_slot(replace(slot, replays=draft.now if replays else None))
+        if replays != (slot.second_from is not None):
+            draft.put_slot(replace(slot, second_from=draft.now + slots.SECOND_AFTER_S if replays else None))
             domains.ensure(draft, slot.id)
         if draft.state.slots[slot.id].second is not None:
             _settle(draft, slot.id)
@@ -51,7 +51,7 @@ def _settle(draft: Draft, name: str) -> None:
         and slots.wants_standby(draft.state, slot, active)
     ):
         _take_place(draft, slot)
-    elif slot.replays is None:
+    elif slot.second_from is None:
         slots.drop_second_standby(draft, name)
 
 
