@@ -74,10 +74,11 @@ class Rig:
         part = {"kernel.isolation": '"isolate"' if self.mode == KMOD else '"off"'}
         # Campaigns measure domains that run.
         start = {} if self.mode == AUTO else {"domains.start": '"at-once"'}
-        settings = {**node.settings, **part, **start, **self._settings}
+        defaults = dict(node.settings)
         if self.mode == AUTO:
-            settings.pop("protect", None)
-            settings |= self.libraries.driver_settings() if self.libraries else {}
+            defaults.pop("protect", None)
+            defaults |= self.libraries.driver_settings() if self.libraries else {}
+        settings = {**defaults, **part, **start, **self._settings}
         self.node = replace(node, settings=settings)
         if self.mode == "stock" and node.backend.isolation is not None:
             # An earlier run may have left the module isolating, and this one has to choose the mode.

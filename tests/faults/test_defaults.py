@@ -97,6 +97,16 @@ def test_a_program_that_was_lost_starts_again_and_is_compared_from_its_start(
     assert fates == ["moved", "moved", "not running"]
 
 
+def test_mode_auto_takes_the_level_that_a_run_asks_for(node: Node, libraries: Libraries) -> None:
+    guard = {"protect": '"guard"'}
+    with (
+        History() as history,
+        Rig(without_settings(node), AUTO, history, settings=guard, libraries=libraries) as rig,
+    ):
+        assert "protect" in rig.mpsd.setting_names()
+        assert rig.mpsd.status()["protection"]["level"] == "guard"
+
+
 def _kill(worker: Worker) -> None:
     worker.signal(signal.SIGKILL)
     worker.require("gone", timeout=DEADLINE_S)

@@ -218,11 +218,12 @@ def ask_for_more(line: Line, ask: Program) -> int:
     return wish(line)
 
 
-def wish(line: Line) -> int:
+def wish(line: Line, most: int = 4 * MIB) -> int:
+    """Return how many bytes a program wants that may have `most`."""
     said = line.hear(moving.HOLDS)
     while not said.values[1]:
         said = line.hear(moving.HOLDS)
-    assert said.values[0] <= 4 * MIB < said.values[1]
+    assert said.values[0] <= most < said.values[1]
     return said.values[1]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.libcuda.test_budget import SLOW, limit, wish
 from tests.libcuda.test_exact import EXACT, gate, move
 from tests.libcuda.test_failover import Program, ask, break_domain, copies, post, stand_by
 from tests.support import moving
@@ -43,6 +44,77 @@ def test_a_wait_for_one_stream_ends_an_epoch_of_several(
     # The other stream's completion mark may come too late for a single wait.
     until(lambda: done_again() < MANY)
     assert ask("[gpu.sync(), gpu.word(m)]") == f"[0, {rounds * (MANY + 1)}]"
+    assert ask.end() == ""
+
+
+BY_CALLBACK = WORK.replace("gpu.code('cuStreamSynchronize', one)", "gpu.host(name, stream=one)")
+
+
+def work_until_called_back(ask: Program, name: str, work: str = BY_CALLBACK) -> None:
+    """Submit work in two streams that ends with a callback, and wait only for the callback."""
+    assert ask(work.replace("name", repr(name))) == "{0}"
+    until(lambda: f"('{name}', 0)" in ask("gpu.ran"))
+
+
+@EXACT
+def test_a_callback_behind_everything_ends_the_epoch(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """One stream ends with an event and the other with the callback: neither is marked afterwards."""
+    line = post.greet(moving.EXACT)
+    assert ask(MADE) == "None"
+    stand_by(line, second, copies)
+    for name in ("a", "b", "c"):
+        work_until_called_back(ask, name)
+    gate.let(0)
+    assert ask("gpu.run('add', m, 8, 1, stream=one)") == "0"
+    break_domain(domain)
+    # The callback of the last epoch is in the record, and has run; at most one callback came before its marks.
+    assert move(line).values[4] <= MANY + 3
+    gate.let(ANY)
+    assert ask("gpu.sync(), gpu.word(m), len(gpu.ran)") == f"(0, {3 * (MANY + 1) + 1}, 3)"
+    assert line.unsure == [] and ask.end() == ""
+
+
+@pytest.mark.parametrize("ask", [SLOW], indirect=True)
+def test_an_epoch_of_costly_copies_goes_on_past_a_callback(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """To save as much for each callback would slow a program that waits only by callbacks."""
+    line = post.greet(moving.EXACT, budget=0)
+    assert ask(MADE) == "None"
+    stand_by(line, second, copies)
+    for name in ("a", "b"):
+        work_until_called_back(ask, name)
+    assert ask("gpu.run('late', m, 8, 1, stream=one)") == "0"
+    break_domain(domain)
+    assert move(line).values[4] > 2 * MANY
+    assert ask("gpu.sync(), gpu.word(m), len(gpu.ran)") == f"(0, {2 * (MANY + 1) + 1}, 2)"
+    assert line.unsure == [] and ask.end() == ""
+
+
+@EXACT
+def test_a_callback_ends_an_unsure_epoch(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """A callback that runs during the move is in the record of the next epoch, so the work behind it waits."""
+    line = post.greet(moving.EXACT, budget=0)
+    limit(line, 8 << 20)
+    assert ask(f"{MADE}; large = gpu.made('cuMemAlloc_v2', 16 << 20)") == "None"
+    stand_by(line, second, copies)
+    refuse = "set([gpu.run('add', large, 8, 1, stream=one), gpu.host(name, stream=one)])"
+    work_until_called_back(ask, "a", refuse)
+    limit(line, 8 << 20, wish(line, 8 << 20))
+    assert ask("gpu.run('add', large, 8, 1, stream=one), gpu.host('b', stream=one, holds=True)") == "(0, 0)"
+    until(lambda: ask("gpu.began") == str(["a", "b"]))
+    assert ask("gpu.run('add', m, 8, 1, stream=one), gpu.host('c', stream=one)") == "(0, 0)"
+    break_domain(domain)
+    assert move(line).text == ""
+    assert ask("len(gpu.ran)") == "1"
+    ask("gpu.go('b')")
+    assert ask("gpu.sync(), gpu.word(m), gpu.word(large), gpu.ran") == (
+        f"(0, 1, 2, {[('a', 0), ('b', 0), ('c', 0)]})"
+    )
     assert ask.end() == ""
 
 

@@ -24,7 +24,7 @@ TRAININGS = (
     "mixed",
 )
 GENERATIONS = ("generate", "generate_large", "generate_llama")
-XLA = ("xla_training", "xla_large_pool", "xla_inference")
+XLA = ("xla_training", "xla_growing_pool", "xla_large_pool", "xla_inference")
 TORCH = (*TRAININGS, *GENERATIONS, "graphs", "streams", "pinned", "sharing", "serving")
 BINDINGS = (
     "bindings",

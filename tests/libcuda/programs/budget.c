@@ -122,6 +122,14 @@ static void let_debt_leak(void)
 	CHECK(!mpsd_budget_charge(&debt, &warm_up, 190 * MS, 0) && !debt.debt_ns);
 }
 
+static void end_epochs_that_copies_are_little_of(void)
+{
+	/* Without a budget a tenth, of which a fifth is left for what else saving takes. */
+	CHECK(mpsd_budget_is_little(8 * MS, 100 * MS, 0) && !mpsd_budget_is_little(8 * MS, 99 * MS, 0));
+	CHECK(mpsd_budget_is_little(2 * MS, 100 * MS, 25) && !mpsd_budget_is_little(2 * MS, 99 * MS, 25));
+	CHECK(mpsd_budget_is_little(0, 0, 25) && !mpsd_budget_is_little(1, 0, 0));
+}
+
 static void miss_now_and_then(void)
 {
 	struct mpsd_misses misses = { 0 };
@@ -148,6 +156,7 @@ int main(void)
 	count_forced_waits();
 	count_preparation_unless_the_gpu_hides_it();
 	let_debt_leak();
+	end_epochs_that_copies_are_little_of();
 	miss_now_and_then();
 	CHECK(mpsd_budget_is_by_leads(1000, 900) && !mpsd_budget_is_by_leads(1000, 899) && !mpsd_budget_is_by_leads(0, 0));
 	puts("ok");

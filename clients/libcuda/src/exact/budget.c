@@ -32,6 +32,8 @@
 
 #define NEARLY_ALL 90	/* % */
 
+#define NO_BUDGET 100	/* thousandths */
+
 /*
  * The clock counts both edges of a transfer once, so twice the clock times the width is the peak. Copies reach about 80 % of
  * it, and each byte is read and written: clock [kHz] * 1000 * 2 * width / 8 * 0.8 / 2 / 1000000.
@@ -69,6 +71,11 @@ uint64_t mpsd_budget_added(const struct mpsd_period *period, uint64_t speed)
 	else
 		added = least(copies, waited + period->forced_ns) + period->forced * BUBBLE_NS;
 	return least(added, period->length_ns);
+}
+
+bool mpsd_budget_is_little(uint64_t copies_ns, uint64_t length_ns, uint64_t thousandths)
+{
+	return copies_ns * 5000 <= length_ns * 4 * (thousandths ? thousandths : NO_BUDGET);
 }
 
 bool mpsd_budget_charge(struct mpsd_debt *debt, const struct mpsd_period *period, uint64_t added_ns, uint64_t thousandths)

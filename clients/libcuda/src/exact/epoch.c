@@ -4,6 +4,7 @@
 
 #include "clock.h"
 #include "exact/exposure.h"
+#include "exact/hostfunc.h"
 #include "exact/leave.h"
 #include "exact/limit.h"
 #include "exact/pace.h"
@@ -13,6 +14,7 @@
 #include "exact/spending.h"
 #include "exact/submit.h"
 #include "exact/undo.h"
+#include "exact/validate.h"
 #include "failover/graph.h"
 #include "failover/line.h"
 #include "memory.h"
@@ -183,6 +185,97 @@ bool mpsd_exact_is_over(void)
 	}
 	mpsd_order_give(moves);
 	return is;
+}
+
+/*
+ * An event whose stream has come to it is reached, and a wait for a reached event is over. Where streams wait for each other
+ * through the legacy stream that is not so: the event comes after work of the other streams too.
+ */
+static bool is_reached(const struct mpsd_op *op)
+{
+	if (mpsd_lane_look(op->lane) + 1 != op->number || mpsd_lane_is_ordered(op->lane) || mpsd_op_is_event_node(op))
+		return false;
+	return op->kind == MPSD_OP_RECORD ||
+	       (op->kind == MPSD_OP_WAIT && !mpsd_point_of(op->event.event).lane &&
+		!mpsd_point_is_by_graph(op->event.event));
+}
+
+/* Nothing else marks an event that is the last operation of its stream. */
+static void conclude_reached(void)
+{
+	for (struct mpsd_op *op = mpsd_epoch.first; op; op = op->next)
+		if (is_reached(op))
+			mpsd_lane_conclude(op->lane, op->number);
+}
+
+/* Whether everything has ended but this operation, of which it is the turn. */
+static bool is_last(struct mpsd_point at)
+{
+	for (unsigned int i = 0; i < mpsd_lanes_used; i++) {
+		struct mpsd_lane *lane = &mpsd_lanes[i];
+
+		if (mpsd_lane_look(lane) + (lane == at.lane) != lane->given)
+			return false;
+	}
+	return at.lane->given == at.number;
+}
+
+/* The operation of this callback, taken out of the epoch. An unsure epoch has none, so it is made. NULL: no memory. */
+static struct mpsd_op *take_callback(struct mpsd_host *host, struct mpsd_point at)
+{
+	struct mpsd_op **link = &mpsd_epoch.first, *op;
+
+	while (*link && ((*link)->kind != MPSD_OP_HOST || (*link)->host != host))
+		link = &(*link)->next;
+	op = *link;
+	if (op) {
+		*link = op->next;
+		if (!op->next)
+			mpsd_epoch.last = link;
+		return op;
+	}
+	op = calloc(1, sizeof(*op));
+	if (!op)
+		return NULL;
+	*op = (struct mpsd_op){ .kind = MPSD_OP_HOST, .stream = host->stream, .lane = at.lane, .number = at.number, .host = host };
+	mpsd_host_hold(host);
+	return op;
+}
+
+static void begin_with(struct mpsd_op *op)
+{
+	op->next = NULL;
+	*mpsd_epoch.last = op;
+	mpsd_epoch.last = &op->next;
+	mpsd_epoch.operations = 1;
+	mpsd_pace_begin();
+	mpsd_spending_begin();
+}
+
+void mpsd_epoch_end_before(struct mpsd_host *host, struct mpsd_point at)
+{
+	struct mpsd_op *op;
+
+	if (!mpsd_exact() || mpsd_epoch.is_awaited || mpsd_epoch.is_closed || mpsd_epoch.is_given_up || mpsd_validates())
+		return;
+	/* A callback that looks again, because it has to wait for something, finds its own epoch. */
+	if (mpsd_epoch.operations == 1 && !mpsd_epoch.unsure)
+		return;
+	if (!mpsd_epoch.unsure && !mpsd_spending_is_little())
+		return;
+	conclude_reached();
+	op = is_last(at) ? take_callback(host, at) : NULL;
+	if (!op)
+		return;
+	/* A program that leaves now does so with nothing in flight: the driver ends the callback. */
+	mpsd_lane_conclude(at.lane, at.number);
+	mpsd_epoch_end();
+	if (!mpsd_exact()) {
+		forget(op);
+		return;
+	}
+	at.lane->proven = at.number - 1;
+	begin_with(op);
 }
 
 /* What it came after has ended, if not the operation itself. */

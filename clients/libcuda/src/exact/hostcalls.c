@@ -88,7 +88,7 @@ static CUresult start(struct mpsd_host given, CUresult (*how)(const struct mpsd_
 	bool is_none = given.kind == CALLBACK ? !given.callback : !given.function;
 	CUresult result;
 
-	given.is_held = true;
+	given.holders = 1;
 	/* The driver is asked: there are ways to capture that are not followed. */
 	if (!is_none && !mpsd_is_in_capture(given.stream))
 		return how(&given);

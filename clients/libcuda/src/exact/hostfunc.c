@@ -57,6 +57,15 @@ static enum turn turn_of(struct mpsd_given *given, CUresult *status, bool is_lat
 	return !is_late && host->lane && mpsd_lane_look(host->lane) + 1 < host->number ? SOON : NOW;
 }
 
+/* With the lock. A callback that has run, or never will, is in the record until its epoch ends like any operation. */
+static void end_epoch(const struct mpsd_given *given, CUresult status)
+{
+	struct mpsd_host *host = given->host;
+
+	if (host->lane && status == CUDA_SUCCESS && atomic_load(&mpsd_tables_now)->moves == given->moves)
+		mpsd_epoch_end_before(host, (struct mpsd_point){ host->lane, host->number });
+}
+
 /* Whether it is to run, with the lock. The program knows what is before it then, and may change it on the host. */
 static bool has_turn(struct mpsd_given *given, CUresult *status)
 {
@@ -66,6 +75,7 @@ static bool has_turn(struct mpsd_given *given, CUresult *status)
 
 	for (;;) {
 		mpsd_word_take(&mpsd_exact_lock);
+		end_epoch(given, *status);
 		pthread_mutex_lock(&mpsd_hosts_lock);
 		turn = turn_of(given, status, is_late);
 		if (turn == NOW && given->host->lane)

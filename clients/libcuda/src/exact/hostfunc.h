@@ -31,7 +31,7 @@ enum mpsd_host_state {
 struct mpsd_host {
 	struct mpsd_host *older, *newer;	/* of those that are open, as long as this one is */
 	enum mpsd_host_state state;
-	bool is_held;			/* by an operation, or by who gives it to the driver */
+	unsigned int holders;		/* operations, and the thread that gives it to the driver */
 	bool is_passed;			/* a copy that was left has come to it: what becomes of it the mover says */
 	unsigned int givens;
 	enum mpsd_host_kind kind;

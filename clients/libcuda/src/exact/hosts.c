@@ -48,7 +48,7 @@ static bool is_to_be_told(const struct mpsd_host *host)
 
 static void free_unused(struct mpsd_host *host)
 {
-	if (host->is_held || host->givens || host->state == RUNS || is_to_be_told(host))
+	if (host->holders || host->givens || host->state == RUNS || is_to_be_told(host))
 		return;
 	if (host->state == WAITS && host->is_passed)
 		return;
@@ -56,10 +56,17 @@ static void free_unused(struct mpsd_host *host)
 	free(host);
 }
 
+void mpsd_host_hold(struct mpsd_host *host)
+{
+	pthread_mutex_lock(&mpsd_hosts_lock);
+	host->holders++;
+	pthread_mutex_unlock(&mpsd_hosts_lock);
+}
+
 void mpsd_host_let_go(struct mpsd_host *host)
 {
 	pthread_mutex_lock(&mpsd_hosts_lock);
-	host->is_held = false;
+	host->holders--;
 	free_unused(host);
 	pthread_mutex_unlock(&mpsd_hosts_lock);
 }

@@ -62,6 +62,16 @@ void mpsd_spending_saved(uint64_t bytes, uint64_t by_leads)
 	period.by_leads += by_leads;
 }
 
+/* Whatever the program did meanwhile: an epoch that need not end yet costs nothing. */
+bool mpsd_spending_is_little(void)
+{
+	uint64_t thousandths = atomic_load(&budget), per_us = atomic_load(&speed);
+
+	if (!began_ns || !per_us)
+		return true;
+	return mpsd_budget_is_little(period.bytes * 1000 / per_us, mpsd_now_ns() - began_ns, thousandths);
+}
+
 void mpsd_spending_waited(uint64_t ns)
 {
 	atomic_fetch_add(mpsd_thread.is_forced ? &forced_ns : &waited_ns, ns);

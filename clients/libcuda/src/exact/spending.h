@@ -10,6 +10,9 @@ void mpsd_spending_begin(void);
 void mpsd_spending_end(uint64_t operations);
 void mpsd_spending_moved(void);
 
+/* With the lock: whether copies took little of the period so far, and less than the budget. */
+bool mpsd_spending_is_little(void);
+
 /* With the lock: copies were given to the GPU. */
 void mpsd_spending_saved(uint64_t bytes, uint64_t by_leads);
 

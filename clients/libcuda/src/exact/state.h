@@ -352,6 +352,12 @@ bool mpsd_epoch_is_long(void);
 void mpsd_epoch_hasten(void);
 CUresult mpsd_epoch_finish(void);
 
+/*
+ * With the lock: this callback is about to run. The epoch ends if everything else has ended and its copies were little of it;
+ * the next epoch begins with the callback. Programs that wait only by callbacks end their epochs nowhere else.
+ */
+void mpsd_epoch_end_before(struct mpsd_host *host, struct mpsd_point at);
+
 /* The same with the lock, while something is open. `at`: the GPU has come to that operation; NULL: it may have come far. */
 void mpsd_epoch_seen(struct mpsd_point at);
 
@@ -401,6 +407,7 @@ CUresult mpsd_host_issue(struct mpsd_host *host, CUstream stream);
 /* In a move: whether it has run to its end. */
 bool mpsd_host_has_run(struct mpsd_host *host);
 
+void mpsd_host_hold(struct mpsd_host *host);
 void mpsd_host_let_go(struct mpsd_host *host);
 bool mpsd_hosts_are_open(void);		/* some have not run to their end */
 bool mpsd_hosts_keep(void);		/* one runs, and has for long */

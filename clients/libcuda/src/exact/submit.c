@@ -207,6 +207,9 @@ static CUresult mark_before(struct mpsd_op *op)
 	op->is_marked = !mpsd_is_left() && !mpsd_is_captured(op->stream) && mpsd_lane_is_ordered(op->lane);
 	op->lane->given += op->is_marked;
 	mpsd_word_give(&mpsd_exact_lock);
+	/* A callback can mark nothing itself, and the epoch ends before it only if all streams are proven. */
+	if (op->kind == MPSD_OP_HOST && mpsd_epoch_is_long())
+		mpsd_epoch_hasten();
 	return mpsd_lane_mark(op->lane);
 }
 
