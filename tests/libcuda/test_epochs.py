@@ -69,7 +69,7 @@ def test_a_callback_behind_everything_ends_the_epoch(
     gate.let(0)
     assert ask("gpu.run('add', m, 8, 1, stream=one)") == "0"
     break_domain(domain)
-    # The callback of the last epoch is in the record, and has run; at most one callback came before its marks.
+    # The callback of the last epoch is in the record and has run. At most one came before its marks.
     assert move(line).values[4] <= MANY + 3
     gate.let(ANY)
     assert ask("gpu.sync(), gpu.word(m), len(gpu.ran)") == f"(0, {3 * (MANY + 1) + 1}, 3)"
@@ -97,7 +97,7 @@ def test_an_epoch_of_costly_copies_goes_on_past_a_callback(
 def test_a_callback_ends_an_unsure_epoch(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """A callback that runs during the move is in the record of the next epoch, so the work behind it waits."""
+    """A callback that runs during the move is in the record, so the work behind it waits."""
     line = post.greet(moving.EXACT, budget=0)
     limit(line, 8 << 20)
     assert ask(f"{MADE}; large = gpu.made('cuMemAlloc_v2', 16 << 20)") == "None"

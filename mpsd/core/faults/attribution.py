@@ -243,10 +243,10 @@ def may_be_in_other_domain(state: State, client: Client) -> bool:
     """
     spaces = (c for c in state.spaces_of(client.id.process) if c.living and state.is_member(c))
     others = [c for c in spaces if c.id.domain != client.id.domain]
-    return any(not _is_distinguishable(client, other) for other in others)
+    return any(not is_distinguishable(client, other) for other in others)
 
 
-def _is_distinguishable(client: Client, other: Client) -> bool:
+def is_distinguishable(client: Client, other: Client) -> bool:
     """Return whether a fault of `client` cannot belong to `other`: their address spaces are known to differ.
 
     An address space that appeared after the first was leased, and is not leased yet, cannot be in that lease.

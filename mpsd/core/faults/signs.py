@@ -16,7 +16,7 @@ from mpsd.core.faults import outside, poisoned, servers, sources, taxonomy, unat
 from mpsd.core.faults.recording import deviceless, join, revise, write
 from mpsd.core.faults.records import Evidence, FaultRecord, Party, Source, UnconfirmedFault
 from mpsd.core.lifecycle import DomainTrigger, next_domain_state
-from mpsd.core.state import Domain, DomainState, UnattributedXid
+from mpsd.core.state import Client, Domain, DomainState, State, UnattributedXid
 
 _VAGUE = frozenset({"sm-exception", "death-in-flight"})
 _IN_SERVICE = (
@@ -45,7 +45,8 @@ def on_fatal(draft: Draft, event: ev.UvmFatal, sign: Evidence) -> None:
         return
     when = draft.now - event.age_s
     told = outcomes.was_told_to_leave(draft.state, domain.id, client.id.process, when)
-    if told or (event.own_memory and outcomes.was_told_to_leave(draft.state, None, client.id.process, when)):
+    own = event.own_memory and outcomes.was_told_to_leave(draft.state, None, client.id.process, when)
+    if told or own or _may_be_of_left_domain(draft.state, client, when):
         # The program's old context has lost its memory, so work that still runs there faults as expected.
         draft.count("failover_echoes")
         return
@@ -79,6 +80,22 @@ def on_fatal(draft: Draft, event: ev.UvmFatal, sign: Evidence) -> None:
         plan.named(draft, domain.id, client.id.process)
     if event.event.address >= taxonomy.NULL_PAGE_BYTES:
         draft.emit(Inspect(record.id, client.id.process, event.event.address))
+
+
+def _may_be_of_left_domain(state: State, client: Client, when: float) -> bool:
+    """Return whether a fault of this client at `when` may be of a context that its process was told to leave.
+
+    That context also writes to snapshot buffers and to memory that the program maps itself, which the vault
+    does not hold. A fault of the context in use shows on its server, too.
+    """
+    process = client.id.process
+    for domain in state.domains.values():
+        # Until a domain has stopped, contexts that have left it may still work there.
+        if domain.id != client.id.domain and outcomes.was_told_to_leave(state, domain.id, process, when):
+            old = next((c for c in state.spaces_of(process) if c.id.domain == domain.id), None)
+            if not (at.is_distinguishable(client, old) if old is not None else client.apart):
+                return True
+    return False
 
 
 def _hold(draft: Draft, event: ev.UvmFatal, sign: Evidence) -> None:
