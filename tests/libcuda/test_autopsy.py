@@ -15,18 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.libcuda.test_exact import move
-from tests.libcuda.test_failover import Program, break_domain, copies, post, stand_by, started
+from tests.libcuda.test_exact import gate, move, next_gate
+from tests.libcuda.test_failover import Program, break_domain, copies, offer, post, stand_by, started
 from tests.support import moving
+from tests.support.gate import Gate
 from tests.support.libcudas import Libraries
 from tests.support.moving import Line, Post
 from tests.support.simfixtures import backend, domain, second, third
 from tests.support.simnode import Domain, until
 
-__all__ = ["backend", "copies", "domain", "post", "second", "third"]
+__all__ = ["backend", "copies", "domain", "gate", "next_gate", "post", "second", "third"]
 
 DEVICES = 2  # of each instance of the stand-in
 READ, CLEAR = "83de030c", "83de0310"
+IN_TURN = 2
 
 
 def both_twice(outcome: str) -> list[str]:
@@ -127,6 +129,58 @@ def test_who_is_left_behind_lets_the_others_go_first(
     until(lambda: len(asked()) == len(both_twice("refused")))
     assert asked() == both_twice("refused")
     assert ask.end() == ""
+
+
+@pytest.fixture
+def replayer(
+    libraries: Libraries, domain: Domain, post: Post, tmp_path: Path, gate: Gate, next_gate: Gate
+) -> Iterator[Program]:
+    """Start a program whose calls query the cause of a lost context themselves, and wait for the daemon for
+    longer than a test lasts."""
+    extra = {"MPSD_FAILOVER": "exact", "MPSD_STANDIN_MANAGER": str(tmp_path / "asked")}
+    extra |= {"MPSD_STANDIN_CALLERS_ASK": "1", "autopsy_ms": "60000", "patience_ms": "600000"}
+    with started(libraries, domain, post, **extra) as program:
+        yield program
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_fault_during_a_replay_does_not_keep_the_program_from_its_next_domain(
+    domain: Domain,
+    second: Domain,
+    third: Domain,
+    post: Post,
+    replayer: Program,
+    gate: Gate,
+    next_gate: Gate,
+    copies: Path,
+    asked: Callable[[], list[str]],
+    waits: bool,
+) -> None:
+    """The thread that replays also hears the daemon, so no query of the cause may wait for the daemon's
+    message while that thread calls the driver. `waits`: a thread of the program calls the driver as well."""
+    line = post.greet(moving.EXACT)
+    assert replayer("m = gpu.memory(8 << 20)") == "None"
+    stand_by(line, second, copies)
+    assert replayer("[gpu.run('add', m, 8, 5), gpu.sync()]") == "[0, 0]"
+    gate.let(0)
+    assert replayer("gpu.run('add', m, 8, 1)") == "0"
+    next_gate.let(0)
+    break_domain(domain)
+    assert move(line, again=IN_TURN).values[5]
+    if waits:
+        replayer.tell("gpu.sync()")
+    line.say(moving.TURN, 1)
+    until(line.is_read)
+    break_domain(second)
+    until(asked)
+    offer(line, third, copies, 2)
+    while line.hear(moving.READY, moving.DONE, moving.OWN_ERROR).kind != moving.READY:
+        pass
+    move(line, 2)
+    if waits:
+        assert replayer.answer() == "0"
+    assert replayer("[gpu.sync(), gpu.word(m)]") == "[0, 6]"
+    assert replayer.end() == ""
 
 
 def test_a_copy_that_is_unloaded_leaves_nothing_open(

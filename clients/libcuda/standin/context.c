@@ -44,14 +44,14 @@ static bool is_context(CUcontext context)
 	return false;
 }
 
-static CUcontext current(void)
+CUcontext current_context(void)
 {
 	return depth ? stack[depth - 1] : NULL;
 }
 
 CUdevice current_device(void)
 {
-	return current() ? current()->device : 0;
+	return current_context() ? current_context()->device : 0;
 }
 
 CUresult enter(CUcontext *context)
@@ -63,7 +63,7 @@ CUresult enter(CUcontext *context)
 	/* A function of the host that a stream runs. */
 	if (working_for)
 		return CUDA_ERROR_NOT_PERMITTED;
-	*context = current();
+	*context = current_context();
 	if (!*context)
 		return CUDA_ERROR_INVALID_CONTEXT;
 	pthread_mutex_lock(&gpu_lock);
@@ -275,7 +275,7 @@ API CUresult cuCtxGetCurrent(CUcontext *pctx)
 	if (result == CUDA_SUCCESS && !pctx)
 		result = CUDA_ERROR_INVALID_VALUE;
 	if (result == CUDA_SUCCESS)
-		*pctx = current();
+		*pctx = current_context();
 	gate_keep(GATE_CURRENT);
 	return result;
 }
@@ -290,7 +290,7 @@ API CUresult cuCtxPushCurrent_v2(CUcontext ctx)
 
 API CUresult cuCtxPopCurrent_v2(CUcontext *pctx)
 {
-	if (!current())
+	if (!current_context())
 		return CUDA_ERROR_INVALID_CONTEXT;
 	depth--;
 	if (pctx)

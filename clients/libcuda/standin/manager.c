@@ -6,6 +6,9 @@
  * are one that it asks nothing, a pipe, a pair of sockets, a socket, an eventfd and doubles that every copy makes.
  * What it exports and imports it sees in the same way. The thread of a context that is lost waits for that pipe and
  * that socket for good: nothing ends it, and it is there when the copy is unloaded.
+ *
+ * With MPSD_STANDIN_CALLERS_ASK the first thread that queries a stream of the lost context asks instead, under a lock that
+ * all later queries of that context need.
  */
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -47,6 +50,41 @@ static void ask(const char *path, uint32_t command)
 		return;
 	dprintf(log, "%x %s\n", (unsigned int)command, !result && control.status ? "refused" : "looked");
 	close(log);
+}
+
+static void ask_all(void)
+{
+	for (int i = 0; i < ROUNDS; i++)
+		for (size_t c = 0; c < sizeof(commands) / sizeof(*commands); c++)
+			ask(getenv("MPSD_STANDIN_MANAGER"), commands[c]);
+}
+
+static bool callers_ask(void)
+{
+	return getenv("MPSD_STANDIN_CALLERS_ASK") != NULL;
+}
+
+static bool is_lost_by_another(const struct CUctx_st *context)
+{
+	bool is;
+
+	pthread_mutex_lock(&gpu_lock);
+	is = context->broken && !context->has_trapped;
+	pthread_mutex_unlock(&gpu_lock);
+	return is;
+}
+
+void manager_called(CUcontext context)
+{
+	static pthread_mutex_t asking = PTHREAD_MUTEX_INITIALIZER;
+
+	if (!context || !callers_ask() || !is_lost_by_another(context))
+		return;
+	pthread_mutex_lock(&asking);
+	if (!context->has_asked)
+		ask_all();
+	context->has_asked = true;
+	pthread_mutex_unlock(&asking);
 }
 
 void manager_see(int fd)
@@ -99,9 +137,8 @@ static void *watch(void *argument)
 	has_trapped = context->has_trapped;
 	pthread_mutex_unlock(&gpu_lock);
 	/* Who made a trap knows what it was. */
-	for (int i = 0; is_lost && !has_trapped && i < ROUNDS; i++)
-		for (size_t c = 0; c < sizeof(commands) / sizeof(*commands); c++)
-			ask(getenv("MPSD_STANDIN_MANAGER"), commands[c]);
+	if (is_lost && !has_trapped && !callers_ask())
+		ask_all();
 	if (is_lost)
 		stay(&context->staying);
 	return NULL;
@@ -130,7 +167,7 @@ void manager_watch(CUcontext context)
 	}
 	ioctl(device, CONTROL, &(struct control){ 0 });
 	sms_make(device);
-	context->has_trapped = false;
+	context->has_trapped = context->has_asked = false;
 	context->is_watched = true;
 	context->is_watched = !pthread_create(&context->watcher, NULL, watch, context);
 }

@@ -83,11 +83,13 @@ struct CUctx_st {
 	struct CUstream_st *streams;	/* all, the destroyed ones too, until the context ends */
 	struct CUstream_st *legacy;	/* the NULL stream */
 	bool has_trapped;		/* by its own work, which is why it is `broken` */
+	bool has_asked;			/* by manager_called() */
 	bool is_watched;		/* by its watcher */
 	pthread_t watcher;
 	atomic_int staying;		/* it, by its number, when it waits for good */
 };
 
+CUcontext current_context(void);	/* the calling thread's; NULL: it has none */
 CUresult enter(CUcontext *context);	/* takes the lock if it succeeds, and only then */
 CUresult leave(CUresult result);	/* gives it back, and passes its argument on */
 CUresult is_initialised(void);
@@ -100,6 +102,7 @@ bool is_any_retained(void);
 void manager_watch(CUcontext context);
 void manager_forget(CUcontext context);
 void manager_see(int fd);	/* any time */
+void manager_called(CUcontext context);	/* after a query that failed; without the lock */
 
 /* sms.c: a context's objects and its code, by a device of this copy's. */
 void sms_make(int device);

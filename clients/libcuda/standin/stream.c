@@ -342,10 +342,10 @@ API CUresult cuStreamSynchronize(CUstream hStream)
 	return leave(result);
 }
 
-API CUresult cuStreamQuery(CUstream hStream)
+static CUresult query(CUstream handle)
 {
 	CUstream stream;
-	CUresult result = enter_stream(hStream, &stream);
+	CUresult result = enter_stream(handle, &stream);
 
 	if (result != CUDA_SUCCESS)
 		return result;
@@ -353,4 +353,13 @@ API CUresult cuStreamQuery(CUstream hStream)
 	if (stream->context->broken)
 		return leave(stream->context->broken);
 	return leave(stream->completed == stream->submitted ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
+}
+
+API CUresult cuStreamQuery(CUstream hStream)
+{
+	CUresult result = query(hStream);
+
+	if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY)
+		manager_called(current_context());
+	return result;
 }

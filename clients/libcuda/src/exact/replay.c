@@ -7,6 +7,7 @@
 #include "exact/still.h"
 #include "exact/submit.h"
 #include "exact/undo.h"
+#include "failover/autopsy.h"
 #include "failover/fence.h"
 #include "failover/graph.h"
 #include "failover/line.h"
@@ -324,7 +325,9 @@ void mpsd_exact_move(bool may, struct mpsd_replayed *replayed)
 	}
 	/* Whoever was about to do something finds the copy left. */
 	mpsd_epoch.is_awaited = mpsd_epoch.is_closed = false;
+	mpsd_autopsy_line_calls(true);
 	move(why_not, replayed);
+	mpsd_autopsy_line_calls(false);
 	mpsd_word_give(&mpsd_exact_lock);
 }
 
@@ -370,10 +373,12 @@ CUresult mpsd_exact_look(uint64_t epoch)
 	/* To ask the legacy stream would end a capture in a stream that blocks with it. */
 	if (mpsd_capturing())
 		return CUDA_ERROR_NOT_READY;
+	mpsd_autopsy_line_calls(true);
 	result = mpsd_enter_context();
 	if (result == CUDA_SUCCESS)
 		result = real_cuStreamQuery(CU_STREAM_LEGACY);
 	real_cuCtxSetCurrent(NULL);
+	mpsd_autopsy_line_calls(false);
 	return mpsd_is_loss(result) ? result : CUDA_ERROR_NOT_READY;
 }
 

@@ -38,6 +38,7 @@ static struct {
 } copies[MPSD_COPY_NUMBERS];
 
 static atomic_uint_least64_t wait_ns;
+static atomic_uint line_calls;	/* nested */
 
 /* What a driver that has no resource manager has in place of it. */
 static int (*imitated[MPSD_COPY_NUMBERS])(int fd, unsigned long request, void *argument);
@@ -70,15 +71,21 @@ static bool is_autopsy(unsigned long request, const struct mpsd_rm_control *cont
 					      control->command == MPSD_RM_CLEAR_ALL_SM_ERROR_STATES);
 }
 
+void mpsd_autopsy_line_calls(bool is)
+{
+	atomic_fetch_add(&line_calls, is ? 1 : -1u);
+}
+
 /*
- * The daemon's word may come later than the copy's first look. Who is left behind lets the others go first. A standby copy
- * that is being made does not wait: the thread that makes it is the one that hears the daemon.
+ * The daemon's message may come later than the driver instance's first look. A program that is left behind lets the others
+ * go first. Nothing waits while the thread that hears the daemon is in the driver: it makes a standby context, or calls the
+ * instance in use, where another thread's look may hold a lock that this call needs.
  */
 static bool may_wait(unsigned int number)
 {
 	uint64_t waited = mpsd_now_ns() - atomic_load(&copies[number].since_ns);
 
-	if (number != mpsd_in_use_number())
+	if (number != mpsd_in_use_number() || atomic_load(&line_calls))
 		return false;
 	if (mpsd_line_is_behind())
 		return waited < BEHIND * atomic_load(&wait_ns);

@@ -12,6 +12,9 @@ void *mpsd_autopsy_ioctl(unsigned int number);
 /* The copy is being left, and nobody wants to know it any more; or it comes into use. Any thread's. */
 void mpsd_autopsy_left(unsigned int number, bool is);
 
+/* Around calls of the thread of line.c into the instance in use: no look waits for the daemon meanwhile. They may nest. */
+void mpsd_autopsy_line_calls(bool is);
+
 /* Whether it has asked since it came into use. Any thread's. */
 bool mpsd_autopsy_has_looked(unsigned int number);
 

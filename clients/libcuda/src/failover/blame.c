@@ -168,6 +168,9 @@ void mpsd_blame_prepare(void)
 {
 	int count = 0;
 
+	/* Once: later the context may be lost, and the driver may keep the thread that asks. */
+	if (atomic_load(&sm_count))
+		return;
 	if (real_cuDeviceGetAttribute(&count, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 0) == CUDA_SUCCESS && count > 0)
 		atomic_store(&sm_count, count);
 }

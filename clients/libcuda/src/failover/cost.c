@@ -5,6 +5,7 @@
  */
 #include "failover/cost.h"
 
+#include "failover/autopsy.h"
 #include "failover/line.h"
 #include "windows.h"
 
@@ -41,9 +42,15 @@ static bool may_look(void)
 
 uint64_t mpsd_cost_free(const struct mpsd_made *context)
 {
-	uint64_t total;
+	uint64_t total, left = 0;
 
-	return may_look() && real_cuCtxSetCurrent(context->native) == CUDA_SUCCESS ? free_here(&total) : 0;
+	if (!may_look())
+		return 0;
+	mpsd_autopsy_line_calls(true);
+	if (real_cuCtxSetCurrent(context->native) == CUDA_SUCCESS)
+		left = free_here(&total);
+	mpsd_autopsy_line_calls(false);
+	return left;
 }
 
 static uint64_t middle(const uint64_t *took)
@@ -102,7 +109,9 @@ bool mpsd_cost_is_there(void)
 {
 	bool is = true;
 
+	mpsd_autopsy_line_calls(true);
 	for (CUdevice device = 0; is && may_look() && device < DEVICES; device++)
 		is = is_there(device);
+	mpsd_autopsy_line_calls(false);
 	return is;
 }

@@ -7,6 +7,7 @@
 
 #include "capture.h"
 #include "clock.h"
+#include "failover/autopsy.h"
 #include "failover/blame.h"
 #include "failover/carry.h"
 #include "failover/copy.h"
@@ -141,9 +142,11 @@ static void go_on_capturing(void)
 {
 	if (!mpsd_capturing())
 		return;
+	mpsd_autopsy_line_calls(true);
 	mpsd_enter_context();
 	mpsd_captures_move();
 	real_cuCtxSetCurrent(NULL);
+	mpsd_autopsy_line_calls(false);
 }
 
 /* Calls are held until what was in flight may be done again. */
