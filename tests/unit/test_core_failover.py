@@ -304,26 +304,6 @@ def test_who_is_named_after_all_were_told_does_not_stay_among_them() -> None:
     assert "after it was told" in {f.process.pid: f.why for f in world.failover().fates}[11]
 
 
-def test_a_fault_that_may_be_of_the_old_context_names_no_program() -> None:
-    """The tracker of the new context reports it too, and the vault does not hold that memory."""
-    world = site(10, 11)
-    shared = {name: replace(client, apart=False) for name, client in world.state.clients.items()}
-    world.state = replace(world.state, clients=shared)
-    world.do(ev.ServerFatalLogged("d1", "fatal GPU error"))
-    assert world.told() == [10, 11]
-    for pid in (10, 11):
-        world.moved(pid, 2)
-        world.fault(pid, domain="d2")
-    assert [record.domain for record in world.state.open_faults] == ["d1"]
-    assert world.record().offender is None and not world.made(fx.Kill)
-    assert world.domain("d2").state is DomainState.ACTIVE
-    # With the old context gone the fault is certainly of the new one.
-    world.stopped("d1")
-    world.fault(10, domain="d2")
-    record = world.record()
-    assert record.domain == "d2" and record.offender is not None and record.offender.id.process.pid == 10
-
-
 @pytest.mark.parametrize("sign", ["server", "control", "state"])
 def test_the_end_of_a_server_or_control_daemon_is_a_trigger(sign: str) -> None:
     world = site(10)

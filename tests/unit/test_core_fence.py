@@ -1,4 +1,7 @@
-"""The driver's reset of a domain's channels is the fence, which core passes to moving participants."""
+"""The driver's reset of a domain's channels is the fence, which core passes to moving participants.
+
+Behind it, work that still runs in an old context faults.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
 from mpsd.core.state import DomainState
 from tests.support.core import UID, process, server_of
-from tests.unit.test_core_failover import Site, exact
+from tests.unit.test_core_failover import Site, exact, site
 
 EXACT = FailoverMode.EXACT
 
@@ -77,3 +80,23 @@ def test_a_reset_is_no_fence_for_who_was_leaving_by_plan() -> None:
     reset(world, "d1")
     assert world.state.domains["d1"].state is DomainState.FAULTED
     assert not world.ever(fx.Fenced)
+
+
+def test_a_fault_that_may_be_of_the_old_context_names_no_program() -> None:
+    """The tracker of the new context reports it too, and the vault does not hold that memory."""
+    world = site(10, 11)
+    shared = {name: replace(client, apart=False) for name, client in world.state.clients.items()}
+    world.state = replace(world.state, clients=shared)
+    world.do(ev.ServerFatalLogged("d1", "fatal GPU error"))
+    assert world.told() == [10, 11]
+    for pid in (10, 11):
+        world.moved(pid, 2)
+        world.fault(pid, domain="d2")
+    assert [record.domain for record in world.state.open_faults] == ["d1"]
+    assert world.record().offender is None and not world.made(fx.Kill)
+    assert world.domain("d2").state is DomainState.ACTIVE
+    # With the old context gone the fault is certainly of the new one.
+    world.stopped("d1")
+    world.fault(10, domain="d2")
+    record = world.record()
+    assert record.domain == "d2" and record.offender is not None and record.offender.id.process.pid == 10
