@@ -196,7 +196,9 @@ class Matrix:
         history.add("rig", "begin", survivors=options.survivors, backend=self.plan.backend, **facts)
         small_disk = Need.LOG_DISK in fault.needs
         logs = where / "logs" if where else None
-        more: dict[str, Any] = {"settings": fault.settings, "logs_to": logs, "libraries": self.libraries}
+        # Mode auto takes the level that the node has, at whatever level the kind runs otherwise.
+        kept = {name: value for name, value in fault.settings.items() if mode != AUTO or name != "protect"}
+        more: dict[str, Any] = {"settings": kept, "logs_to": logs, "libraries": self.libraries}
         rig = Rig(node, mode, history, small_disk=small_disk, **more)
         watchdog = threading.Timer(self.plan.deadline_s, _end_overdue_run, (rig, self.plan.deadline_s))
         watchdog.daemon = True

@@ -383,6 +383,17 @@ def test_the_daemon_hears_what_saving_costs(post: Post, ask: Program) -> None:
     assert ask.end() == ""
 
 
+@SLOW_COPIES
+def test_a_callback_that_ends_an_epoch_ends_no_period(post: Post, ask: Program) -> None:
+    """The wait that comes with it is counted when it returns, and copies delay a program that waits."""
+    post.greet(moving.EXACT, budget=10**6)
+    ask("m = gpu.made('cuMemAlloc_v2', 8 << 20)")
+    assert ask(f"{LATE}, gpu.host('a'), gpu.sync()") == "(0, 0, 0)"
+    made = snapshots(ask)
+    assert (made.periods, made.saved) == (1, 8 * MIB) and made.added_ns > 0
+    assert ask.end() == ""
+
+
 @EXACT
 def test_no_cost_is_said_where_the_time_of_copies_is_unknown(post: Post, ask: Program) -> None:
     """The stand-in's GPU does not tell how fast its memory is."""

@@ -5,14 +5,17 @@ Behind it, work that still runs in an old context faults.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from mpsd.base.model import FailoverMode
+import pytest
+
+from mpsd.base.model import FailoverMode, ServerState
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
 from mpsd.core.state import DomainState
-from tests.support.core import UID, process, server_of
+from tests.support.core import UID, World, process, server_of
 from tests.unit.test_core_failover import Site, exact, site
 
 EXACT = FailoverMode.EXACT
@@ -82,7 +85,10 @@ def test_a_reset_is_no_fence_for_who_was_leaving_by_plan() -> None:
     assert not world.ever(fx.Fenced)
 
 
-def test_a_fault_that_may_be_of_the_old_context_names_no_program() -> None:
+@pytest.mark.parametrize("is_over", [World.stopped, lambda world, _: world.wait(3.0)], ids=["end", "time"])
+def test_a_fault_that_may_be_of_the_old_context_names_no_program(
+    is_over: Callable[[Site, str], None],
+) -> None:
     """The tracker of the new context reports it too, and the vault does not hold that memory."""
     world = site(10, 11)
     shared = {name: replace(client, apart=False) for name, client in world.state.clients.items()}
@@ -95,8 +101,21 @@ def test_a_fault_that_may_be_of_the_old_context_names_no_program() -> None:
     assert [record.domain for record in world.state.open_faults] == ["d1"]
     assert world.record().offender is None and not world.made(fx.Kill)
     assert world.domain("d2").state is DomainState.ACTIVE
-    # With the old context gone the fault is certainly of the new one.
-    world.stopped("d1")
+    assert fx.AskServer("d2") in world.ever(fx.AskServer)
+    # With the old context gone, or some time after it was left, the fault is certainly of the new one.
+    is_over(world, "d1")
     world.fault(10, domain="d2")
     record = world.record()
     assert record.domain == "d2" and record.offender is not None and record.offender.id.process.pid == 10
+
+
+def test_a_fault_of_the_context_in_use_shows_on_its_server() -> None:
+    world = site(10, 11)
+    shared = {name: replace(client, apart=False) for name, client in world.state.clients.items()}
+    world.state = replace(world.state, clients=shared)
+    world.do(ev.ServerFatalLogged("d1", "fatal GPU error"))
+    world.moved(10, 2)
+    world.moved(11, 2)
+    world.fault(10, domain="d2")
+    world.server_state("d2", ServerState.FAULT)
+    assert world.record().domain == "d2" and world.domain("d2").state is DomainState.FAULTED

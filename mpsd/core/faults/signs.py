@@ -46,9 +46,13 @@ def on_fatal(draft: Draft, event: ev.UvmFatal, sign: Evidence) -> None:
     when = draft.now - event.age_s
     told = outcomes.was_told_to_leave(draft.state, domain.id, client.id.process, when)
     own = event.own_memory and outcomes.was_told_to_leave(draft.state, None, client.id.process, when)
-    if told or own or _may_be_of_left_domain(draft.state, client, when):
+    unclear = not told and not own and _may_be_of_left_domain(draft.state, client, when)
+    if told or own or unclear:
         # The program's old context has lost its memory, so work that still runs there faults as expected.
         draft.count("failover_echoes")
+        if unclear:
+            # A fault of the context in use would show on its server.
+            suspect(draft, domain.id)
         return
     member = draft.state.is_member(client)
     elsewhere = (c for c in draft.state.spaces_of(client.id.process) if c.id.domain != domain.id)
@@ -86,14 +90,14 @@ def _may_be_of_left_domain(state: State, client: Client, when: float) -> bool:
     """Return whether a fault of this client at `when` may be of a context that its process was told to leave.
 
     That context also writes to snapshot buffers and to memory that the program maps itself, which the vault
-    does not hold. A fault of the context in use shows on its server, too.
+    does not hold. Such faults come soon after the process was told, and until that domain has stopped.
     """
-    process = client.id.process
+    process, window = client.id.process, state.policy.evidence_window_s
     for domain in state.domains.values():
-        # Until a domain has stopped, contexts that have left it may still work there.
-        if domain.id != client.id.domain and outcomes.was_told_to_leave(state, domain.id, process, when):
-            old = next((c for c in state.spaces_of(process) if c.id.domain == domain.id), None)
-            if not (at.is_distinguishable(client, old) if old is not None else client.apart):
+        left = domain.id != client.id.domain and outcomes.was_told_to_leave(state, domain.id, process, when)
+        if left and not outcomes.was_told_to_leave(state, domain.id, process, when - window):
+            old = [c for c in state.spaces_of(process) if c.id.domain == domain.id and c.living]
+            if not (all(at.is_distinguishable(client, c) for c in old) if old else client.apart):
                 return True
     return False
 

@@ -89,7 +89,7 @@ void mpsd_epoch_forget(void)
 	__atomic_store_n(&mpsd_epoch.unsure, NULL, __ATOMIC_RELAXED);
 }
 
-void mpsd_epoch_end(void)
+static void end(void (*end_of_spending)(uint64_t operations))
 {
 	uint64_t operations = mpsd_epoch.operations;
 
@@ -101,7 +101,12 @@ void mpsd_epoch_end(void)
 	/* Last: the program may leave. */
 	mpsd_leave_end();
 	mpsd_limit_end();
-	mpsd_spending_end(operations);
+	end_of_spending(operations);
+}
+
+void mpsd_epoch_end(void)
+{
+	end(mpsd_spending_end);
 }
 
 static bool has_ended(const struct mpsd_op *op)
@@ -188,16 +193,13 @@ bool mpsd_exact_is_over(void)
 }
 
 /*
- * An event whose stream has come to it is reached, and a wait for a reached event is over. Where streams wait for each other
- * through the legacy stream that is not so: the event comes after work of the other streams too.
+ * An event whose stream has come to it is reached. Where streams wait for each other through the legacy stream that is not so:
+ * the event comes after work of the other streams too.
  */
 static bool is_reached(const struct mpsd_op *op)
 {
-	if (mpsd_lane_look(op->lane) + 1 != op->number || mpsd_lane_is_ordered(op->lane) || mpsd_op_is_event_node(op))
-		return false;
-	return op->kind == MPSD_OP_RECORD ||
-	       (op->kind == MPSD_OP_WAIT && !mpsd_point_of(op->event.event).lane &&
-		!mpsd_point_is_by_graph(op->event.event));
+	return op->kind == MPSD_OP_RECORD && !mpsd_op_is_event_node(op) && mpsd_lane_look(op->lane) + 1 == op->number &&
+	       !mpsd_lane_is_ordered(op->lane);
 }
 
 /* Nothing else marks an event that is the last operation of its stream. */
@@ -208,7 +210,18 @@ static void conclude_reached(void)
 			mpsd_lane_conclude(op->lane, op->number);
 }
 
-/* Whether everything has ended but this operation, of which it is the turn. */
+/* Whether everything has ended but this operation, of which it is the turn, and one in each other stream: an event, perhaps. */
+static bool may_be_last(struct mpsd_point at)
+{
+	if (at.lane->given != at.number)
+		return false;
+	for (unsigned int i = 0; i < mpsd_lanes_used; i++)
+		if (mpsd_lane_look(&mpsd_lanes[i]) + 1 < mpsd_lanes[i].given)
+			return false;
+	return true;
+}
+
+/* The same, once the events are concluded. */
 static bool is_last(struct mpsd_point at)
 {
 	for (unsigned int i = 0; i < mpsd_lanes_used; i++) {
@@ -217,7 +230,7 @@ static bool is_last(struct mpsd_point at)
 		if (mpsd_lane_look(lane) + (lane == at.lane) != lane->given)
 			return false;
 	}
-	return at.lane->given == at.number;
+	return true;
 }
 
 /* The operation of this callback, taken out of the epoch. An unsure epoch has none, so it is made. NULL: no memory. */
@@ -261,15 +274,16 @@ void mpsd_epoch_end_before(struct mpsd_host *host, struct mpsd_point at)
 	/* A callback that looks again, because it has to wait for something, finds its own epoch. */
 	if (mpsd_epoch.operations == 1 && !mpsd_epoch.unsure)
 		return;
-	if (!mpsd_epoch.unsure && !mpsd_spending_is_little())
+	if (!may_be_last(at) || (!mpsd_epoch.unsure && !mpsd_spending_is_little()))
 		return;
+	/* Each callback that waits for its turn comes here every few microseconds, and an epoch may be long. */
 	conclude_reached();
 	op = is_last(at) ? take_callback(host, at) : NULL;
 	if (!op)
 		return;
 	/* A program that leaves now does so with nothing in flight: the driver ends the callback. */
 	mpsd_lane_conclude(at.lane, at.number);
-	mpsd_epoch_end();
+	end(mpsd_spending_end_before_callback);
 	if (!mpsd_exact()) {
 		forget(op);
 		return;
@@ -414,6 +428,13 @@ bool mpsd_epoch_is_long(void)
 	is = is_long();
 	mpsd_word_give(&mpsd_exact_lock);
 	return is;
+}
+
+void mpsd_epoch_was_long(void)
+{
+	mpsd_word_take(&mpsd_exact_lock);
+	mpsd_epoch.long_from = mpsd_epoch.operations + LONG_OPERATIONS;
+	mpsd_word_give(&mpsd_exact_lock);
 }
 
 void mpsd_epoch_hasten(void)

@@ -26,6 +26,8 @@ static uint64_t began_ns;	/* 0: nothing of it, or it is not measured */
 static struct mpsd_period period;
 static atomic_uint_least64_t waited_ns, forced_ns, looked_at_ns, prepared_ns, relayed;
 
+static bool has_callbacks;	/* ended an epoch in this period */
+
 static struct mpsd_debt debt;
 static atomic_uint_least64_t budget, speed;
 
@@ -38,6 +40,7 @@ static void begin_anew(void)
 {
 	began_ns = 0;
 	period = (struct mpsd_period){ 0 };
+	has_callbacks = false;
 	atomic_store(&waited_ns, 0);
 	atomic_store(&forced_ns, 0);
 	atomic_store(&looked_at_ns, 0);
@@ -181,10 +184,20 @@ void mpsd_spending_end(uint64_t operations)
 	period.prepared_ns = atomic_load(&prepared_ns);
 	period.relayed = atomic_load(&relayed);
 	period.looked_ns = looked_at && looked_at < now ? now - looked_at : 0;
+	/* A program that waits by callbacks alone may have waited all the time. */
+	if (has_callbacks)
+		period.looked_ns = period.length_ns;
 	added_ns = mpsd_budget_added(&period, atomic_load(&speed));
 	note(added_ns, now);
 	judge(added_ns);
 	begin_anew();
+}
+
+void mpsd_spending_end_before_callback(uint64_t operations)
+{
+	has_callbacks = true;
+	if (began_ns && mpsd_now_ns() - began_ns >= LONG_NS)
+		mpsd_spending_end(operations);
 }
 
 bool mpsd_spending_take(struct mpsd_cost *taken)

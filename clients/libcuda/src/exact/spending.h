@@ -8,6 +8,9 @@
 /* With the lock: the first operation of an epoch; its end; a move, after which the measurement begins anew. */
 void mpsd_spending_begin(void);
 void mpsd_spending_end(uint64_t operations);
+
+/* The same where a callback ends the epoch. A thread may be in a wait of which nothing is counted yet: the period goes on. */
+void mpsd_spending_end_before_callback(uint64_t operations);
 void mpsd_spending_moved(void);
 
 /* With the lock: whether copies took little of the period so far, and less than the budget. */

@@ -208,8 +208,10 @@ static CUresult mark_before(struct mpsd_op *op)
 	op->lane->given += op->is_marked;
 	mpsd_word_give(&mpsd_exact_lock);
 	/* A callback can mark nothing itself, and the epoch ends before it only if all streams are proven. */
-	if (op->kind == MPSD_OP_HOST && mpsd_epoch_is_long())
+	if (op->kind == MPSD_OP_HOST && mpsd_epoch_is_long()) {
 		mpsd_epoch_hasten();
+		mpsd_epoch_was_long();
+	}
 	return mpsd_lane_mark(op->lane);
 }
 
