@@ -10,7 +10,6 @@ from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.memory import ASK_S, BACK, REOFFER_S, REQUEST_LIMIT_S, WAIT, watched_gpus
 from mpsd.core.failover.participants import Standing
-from mpsd.core.failover.trial import RETRY_S
 from mpsd.core.state import Policy
 from tests.support import core
 from tests.support.core import GPU, UID, process, server_of
@@ -321,20 +320,6 @@ def test_a_new_standby_may_be_asked_for_whatever_became_of_the_one_before(is_new
     world.do(mev.MemberReady(process(10), 2, 5_000_000, 10 * MIB))
     world.wait(ASK_S)
     assert full(world) == ([(10, Reclaimable.STANDBY)] if is_new else [])
-
-
-def test_a_program_that_has_lost_its_context_is_soon_offered_another_one_again() -> None:
-    """All its driver files may be in use, for instance, until an earlier instance has been unloaded."""
-    world = crowd()
-    world.attach(10, "d1")
-    world.do(mev.MemberCame(process(10), UID, EXACT))
-    assert world.standing(10) is Standing.OFFERED
-    world.do(ev.ServerDied("d1", server_of("d1")))
-    world.do(mev.MemberUnready(process(10), 2, "all driver instances are in use"))
-    (timer,) = (e for e in world.made(fx.ArmTimer) if e.kind == BACK)
-    assert timer.delay_s == RETRY_S
-    world.timer(BACK, timer.subject)
-    assert [(e.process.pid, e.generation) for e in world.made(fx.OfferStandby)] == [(10, 2)]
 
 
 def test_a_full_gpu_costs_no_standby_on_another_one() -> None:

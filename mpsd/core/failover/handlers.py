@@ -243,9 +243,7 @@ def on_unready(draft: Draft, event: mev.MemberUnready) -> None:
         draft.put_participant(replace(unready, placed=False))
         trial.refused(draft, event.process)
         serialreplay.start_next_turn(draft, participant.home)
-        # A program that has lost its context waits some seconds for another one.
-        waits = suspects.waits_for_trial(draft.state, draft.state.members[event.process])
-        if waits or draft.state.has_lost(participant):
+        if suspects.waits_for_trial(draft.state, draft.state.members[event.process]):
             memory.offer_again_later(draft, participant, trial.RETRY_S)
         elif event.for_memory:
             memory.offer_again_later(draft, participant)
