@@ -85,15 +85,21 @@ def test_a_reset_is_no_fence_for_who_was_leaving_by_plan() -> None:
     assert not world.ever(fx.Fenced)
 
 
+def left_with_shared_spaces() -> Site:
+    """Clients 10 and 11 were told to leave d1. Their faults in d1 and d2 cannot be told apart."""
+    world = site(10, 11)
+    shared = {name: replace(client, apart=False) for name, client in world.state.clients.items()}
+    world.state = replace(world.state, clients=shared)
+    world.do(ev.ServerFatalLogged("d1", "fatal GPU error"))
+    return world
+
+
 @pytest.mark.parametrize("is_over", [World.stopped, lambda world, _: world.wait(3.0)], ids=["end", "time"])
 def test_a_fault_that_may_be_of_the_old_context_names_no_program(
     is_over: Callable[[Site, str], None],
 ) -> None:
     """The tracker of the new context reports it too, and the vault does not hold that memory."""
-    world = site(10, 11)
-    shared = {name: replace(client, apart=False) for name, client in world.state.clients.items()}
-    world.state = replace(world.state, clients=shared)
-    world.do(ev.ServerFatalLogged("d1", "fatal GPU error"))
+    world = left_with_shared_spaces()
     assert world.told() == [10, 11]
     for pid in (10, 11):
         world.moved(pid, 2)
@@ -110,10 +116,7 @@ def test_a_fault_that_may_be_of_the_old_context_names_no_program(
 
 
 def test_a_fault_of_the_context_in_use_shows_on_its_server() -> None:
-    world = site(10, 11)
-    shared = {name: replace(client, apart=False) for name, client in world.state.clients.items()}
-    world.state = replace(world.state, clients=shared)
-    world.do(ev.ServerFatalLogged("d1", "fatal GPU error"))
+    world = left_with_shared_spaces()
     world.moved(10, 2)
     world.moved(11, 2)
     world.fault(10, domain="d2")

@@ -46,11 +46,11 @@ def on_fatal(draft: Draft, event: ev.UvmFatal, sign: Evidence) -> None:
     when = draft.now - event.age_s
     told = outcomes.was_told_to_leave(draft.state, domain.id, client.id.process, when)
     own = event.own_memory and outcomes.was_told_to_leave(draft.state, None, client.id.process, when)
-    unclear = not told and not own and _may_be_of_left_domain(draft.state, client, when)
-    if told or own or unclear:
+    ambiguous = not told and not own and _may_be_of_left_domain(draft.state, client, when)
+    if told or own or ambiguous:
         # The program's old context has lost its memory, so work that still runs there faults as expected.
         draft.count("failover_echoes")
-        if unclear:
+        if ambiguous:
             # A fault of the context in use would show on its server.
             suspect(draft, domain.id)
         return

@@ -32,7 +32,7 @@
 
 #define NEARLY_ALL 90	/* % */
 
-#define NO_BUDGET 100	/* thousandths */
+#define WITHOUT_BUDGET 100	/* thousandths */
 
 /*
  * The clock counts both edges of a transfer once, so twice the clock times the width is the peak. Copies reach about 80 % of
@@ -75,7 +75,7 @@ uint64_t mpsd_budget_added(const struct mpsd_period *period, uint64_t speed)
 
 bool mpsd_budget_is_little(uint64_t copies_ns, uint64_t length_ns, uint64_t thousandths)
 {
-	return copies_ns * 5000 <= length_ns * 4 * (thousandths ? thousandths : NO_BUDGET);
+	return copies_ns * 5000 <= length_ns * 4 * (thousandths ? thousandths : WITHOUT_BUDGET);
 }
 
 bool mpsd_budget_charge(struct mpsd_debt *debt, const struct mpsd_period *period, uint64_t added_ns, uint64_t thousandths)

@@ -27,10 +27,7 @@ uint64_t mpsd_budget_speed(int memory_clock_khz, int bus_bits);
 /* The part of the period's length that saving added, in ns; without the copies where `speed` is 0. */
 uint64_t mpsd_budget_added(const struct mpsd_period *period, uint64_t speed);
 
-/*
- * Whether copies of that length are little of so long an epoch: four fifths of the budget, or of 100 thousandths without a
- * budget.
- */
+/* Whether copies took at most four fifths of what the budget allows for so long a time; without a budget 10 % are allowed. */
 bool mpsd_budget_is_little(uint64_t copies_ns, uint64_t length_ns, uint64_t thousandths);
 
 /* Periods since the debt was last 0. */

@@ -210,7 +210,7 @@ static void conclude_reached(void)
 			mpsd_lane_conclude(op->lane, op->number);
 }
 
-/* Whether everything has ended but this operation, of which it is the turn, and one in each other stream: an event, perhaps. */
+/* Whether at most one operation of each stream is open, which may be an event, and this one is the last of its stream. */
 static bool may_be_last(struct mpsd_point at)
 {
 	if (at.lane->given != at.number)
@@ -221,7 +221,7 @@ static bool may_be_last(struct mpsd_point at)
 	return true;
 }
 
-/* The same, once the events are concluded. */
+/* Whether everything has ended but this operation. */
 static bool is_last(struct mpsd_point at)
 {
 	for (unsigned int i = 0; i < mpsd_lanes_used; i++) {
@@ -271,12 +271,12 @@ void mpsd_epoch_end_before(struct mpsd_host *host, struct mpsd_point at)
 
 	if (!mpsd_exact() || mpsd_epoch.is_awaited || mpsd_epoch.is_closed || mpsd_epoch.is_given_up || mpsd_validates())
 		return;
-	/* A callback that looks again, because it has to wait for something, finds its own epoch. */
+	/* The callback is the only operation of the epoch already: it has come here before. */
 	if (mpsd_epoch.operations == 1 && !mpsd_epoch.unsure)
 		return;
+	/* A callback that waits for its turn asks again and again, and the walk over a long epoch takes time. */
 	if (!may_be_last(at) || (!mpsd_epoch.unsure && !mpsd_spending_is_little()))
 		return;
-	/* Each callback that waits for its turn comes here every few microseconds, and an epoch may be long. */
 	conclude_reached();
 	op = is_last(at) ? take_callback(host, at) : NULL;
 	if (!op)
@@ -430,7 +430,7 @@ bool mpsd_epoch_is_long(void)
 	return is;
 }
 
-void mpsd_epoch_was_long(void)
+void mpsd_epoch_hastened(void)
 {
 	mpsd_word_take(&mpsd_exact_lock);
 	mpsd_epoch.long_from = mpsd_epoch.operations + LONG_OPERATIONS;

@@ -57,7 +57,7 @@ static enum turn turn_of(struct mpsd_given *given, CUresult *status, bool is_lat
 	return !is_late && host->lane && mpsd_lane_look(host->lane) + 1 < host->number ? SOON : NOW;
 }
 
-/* With the lock. A callback that has run, or never will, is in the record until its epoch ends like any operation. */
+/* With the lock, before the callback runs. In a context that was left, the move decides about the epoch. */
 static void end_epoch(const struct mpsd_given *given, CUresult status)
 {
 	struct mpsd_host *host = given->host;

@@ -65,7 +65,7 @@ void mpsd_spending_saved(uint64_t bytes, uint64_t by_leads)
 	period.by_leads += by_leads;
 }
 
-/* Whatever the program did meanwhile: an epoch that need not end yet costs nothing. */
+/* Each new epoch saves the same memory again, so an epoch whose copies took much goes on. */
 bool mpsd_spending_is_little(void)
 {
 	uint64_t thousandths = atomic_load(&budget), per_us = atomic_load(&speed);

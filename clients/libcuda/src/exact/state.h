@@ -350,7 +350,7 @@ bool mpsd_epoch_is_waiting(void);
  */
 bool mpsd_epoch_is_long(void);
 void mpsd_epoch_hasten(void);
-void mpsd_epoch_was_long(void);		/* not again before there are as many operations more */
+void mpsd_epoch_hastened(void);		/* not again before there are as many operations more */
 CUresult mpsd_epoch_finish(void);
 
 /*

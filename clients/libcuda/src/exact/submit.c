@@ -210,7 +210,7 @@ static CUresult mark_before(struct mpsd_op *op)
 	/* A callback can mark nothing itself, and the epoch ends before it only if all streams are proven. */
 	if (op->kind == MPSD_OP_HOST && mpsd_epoch_is_long()) {
 		mpsd_epoch_hasten();
-		mpsd_epoch_was_long();
+		mpsd_epoch_hastened();
 	}
 	return mpsd_lane_mark(op->lane);
 }

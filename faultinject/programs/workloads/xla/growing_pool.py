@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from faultinject.programs.basics import xla
 from faultinject.programs.workloads.xla.training import (
     PER_STEP,
@@ -18,6 +16,5 @@ POOL = 0.75
 
 
 def start(seed: int, backend: str) -> Training:
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    xla.prepare(POOL)
+    xla.prepare(POOL, at_once=False)
     return Training(seed)
