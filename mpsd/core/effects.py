@@ -197,6 +197,14 @@ class WatchServers:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchQueries:
+    """Watch which of these clients of a faulted domain query the SMs. The answer for each: ClientQueried."""
+
+    domain: str
+    clients: frozenset[ProcessInstance]
+
+
+@dataclass(frozen=True, slots=True)
 class Describe:
     """Look up in the client's ledger which allocation is next to the guard hit. The answer: HitDescribed."""
 
@@ -420,6 +428,7 @@ Effect = (
     | Inspect
     | Identify
     | WatchServers
+    | WatchQueries
     | Describe
     | Acknowledge
     | Freeze

@@ -191,6 +191,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     mev.MemberWantsMemory: memory.on_shortage,
     mev.MemberReleasedMemory: memory.on_released,
     mev.MemberFoundCode: programcounter.on_found_code,
+    mev.ClientQueried: programcounter.on_queried,
     mev.MemberPages: handlers.on_pages,
     ev.DriverFilesSeen: handlers.on_copies,
     ev.Counted: _on_counted,

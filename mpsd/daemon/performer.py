@@ -25,7 +25,9 @@ from mpsd.config.layout import Layout
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.failover.participants import FailoverRecord
+from mpsd.core.failover.reports import ClientQueried
 from mpsd.daemon.failover import FailoverService
+from mpsd.gpu.nvidia import smqueries
 from mpsd.mps import servercalls
 from mpsd.mps.domains import RunningDomains
 from mpsd.os import processes
@@ -90,6 +92,7 @@ class Performer:
             fx.Inspect: self._inspect,
             fx.Identify: self._identify,
             fx.WatchServers: self._watch_servers,
+            fx.WatchQueries: self._watch_queries,
             fx.Describe: self._describe,
             fx.Acknowledge: lambda e: adapters.isolation.acknowledge(e.space),
             fx.Freeze: self._freeze,
@@ -157,6 +160,13 @@ class Performer:
         domain = await servercalls.find(effect.servers)
         if domain is not None:
             self._adapters.post(ev.ServerAtFault(domain, effect.servers[domain], effect.gpu))
+
+    def _watch_queries(self, effect: fx.WatchQueries) -> None:
+        self._tasks.spawn(self._find_queries(effect))
+
+    async def _find_queries(self, effect: fx.WatchQueries) -> None:
+        async for client in smqueries.find(effect.clients):
+            self._adapters.post(ClientQueried(effect.domain, client))
 
     def _describe(self, effect: fx.Describe) -> None:
         # Take the client's ledger now: the client may exit at any moment.

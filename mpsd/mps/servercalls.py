@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import platform
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -20,7 +19,6 @@ LONG_S = 0.008
 STEP_S = 0.002
 APART_S = 0.005
 LIMIT_S = 0.1
-_IOCTL = {"x86_64": 16, "aarch64": 29}.get(platform.machine())
 
 Call = tuple[int, tuple[int, ...]]
 """A thread's id, and the system call that it is in: the call's number and first arguments."""
@@ -29,7 +27,7 @@ Call = tuple[int, tuple[int, ...]]
 def calls_of(server: ProcessInstance) -> tuple[Call, ...]:
     """Return the driver calls (ioctl) that threads of a server are in now; none if that is unknown."""
     try:
-        found = tuple((tid, call) for tid, call in procfs.calls(server.pid) if call[0] == _IOCTL)
+        found = tuple((tid, call) for tid, call in procfs.calls(server.pid) if call[0] == procfs.IOCTL)
         return found if procfs.start_ticks(server.pid) == server.start_ticks else ()
     except (OSError, ValueError):
         # The server has ended, or mpsd may not see its calls.

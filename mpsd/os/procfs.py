@@ -7,6 +7,7 @@ ProcessLookupError, PermissionError), unless a function says otherwise.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import time
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ ENVIRONMENT_LIMIT = 2 << 20
 # The kernel's default is 65530 mappings (vm.max_map_count). Mappings beyond that are not read.
 MAPS_LIMIT = 1 << 16
 HEX = "0123456789abcdef"
+IOCTL = {"x86_64": 16, "aarch64": 29}.get(platform.machine())
+"""Number of the system call ioctl; None on other machines."""
 FEW_LINES = 2048
 
 

@@ -185,10 +185,22 @@ class Play:
                 self.after(0.05, lambda: self.do(ev.WorkNotVisible(client)))
             case fx.ConfirmWork(client) | fx.ProbeWork(client):
                 self.after(0.05, lambda: self.do(ev.WorkEnded(client, "gone")))
+            case fx.WatchQueries(domain, clients):
+                self._perform_watch(domain, clients)
             case fx.Record(record) if record.offender is not None:
                 self._is_named(record.offender.id.process, record.domain)
             case _ if isinstance(effect, WORDS):
                 self.after(0.001, lambda: self._hear(effect))
+
+    def _perform_watch(self, domain: str, clients: frozenset[ProcessInstance]) -> None:
+        """Let most clients that did not make this fault query the SMs."""
+        for client in sorted(clients - self.faulters[domain]):
+
+            def tell(client: ProcessInstance = client) -> None:
+                self.do(mev.ClientQueried(domain, client))
+
+            if self.programs[client].alive and self.random.random() < 0.8:
+                self.after(self.random.choice([0.01, 0.2]), tell)
 
     def _look_for_launches(self, client: ClientId) -> None:
         program = self.programs[client.process]

@@ -429,9 +429,12 @@ def _record(
         ):
             leave_behind(draft, participant, refusal)
         entries.append(_entry(draft.state, participant, refusal, participant.process in suspected))
-    in_turn = again is ReplayMode.IN_TURN and not (domain.may_lack_clients or late)
-    if in_turn and any(is_sm_exception(f) for f in faults):
+    all_known = not (domain.may_lack_clients or late or planned)
+    if all_known and again is ReplayMode.IN_TURN and any(is_sm_exception(f) for f in faults):
         serialreplay.note_among(draft, here, told)
+    if all_known and domain.is_dead:
+        moving = {p for p in told if draft.state.members[p].mode is FailoverMode.EXACT}
+        draft.put_domain(replace(draft.state.domains[domain.id], unheard=frozenset(here - moving)))
     number = draft.state.next_failover
     draft.state = replace(draft.state, next_failover=number + 1)
     record = FailoverRecord(

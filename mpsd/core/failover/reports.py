@@ -1,4 +1,5 @@
-"""Reports of fail-over participants about themselves (mpsd/docs/proxy-failover.md)."""
+"""Reports of fail-over participants about themselves (mpsd/docs/proxy-failover.md), and of clients beside
+them."""
 
 from __future__ import annotations
 
@@ -196,6 +197,17 @@ class MemberFoundCode:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientQueried:
+    """mpsd saw the driver of this client, which takes no part in the fail-over, query the SMs for the error.
+
+    `domain`: the faulted domain.
+    """
+
+    domain: str
+    process: ProcessInstance
+
+
+@dataclass(frozen=True, slots=True)
 class MemberPages:
     """Pages [start, end) that an abandoned driver instance shared with the GPU; start = end: none.
 
@@ -251,6 +263,7 @@ MemberEvent = (
     | MemberError
     | MemberMoved
     | MemberFoundCode
+    | ClientQueried
     | MemberPages
     | MemberDone
     | MemberStayed

@@ -1,0 +1,157 @@
+"""A client that takes no part in a fail-over denies a trap by the SM queries of its driver."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpsd.base.model import Confidence, ExceptionOwner, ReplayMode
+from mpsd.core import effects as fx
+from mpsd.core import events as ev
+from mpsd.core.failover import reports as mev
+from mpsd.core.failover.participants import Turn
+from mpsd.core.failover.programcounter import HAD_ITS_ERROR, WATCHED_MOST
+from tests.support.core import process
+from tests.unit.test_core_failover import Site, again, turns_of
+from tests.unit.test_core_programcounter import (
+    FIRST,
+    NO_SIGN,
+    OTHERS,
+    OWN,
+    exception,
+    killed,
+    moves,
+    offender,
+)
+from tests.unit.test_core_serialreplay import all_told, another, turns
+from tests.unit.test_core_trial import arrives
+
+STRANGER, SECOND_STRANGER = 9, 8
+
+
+def trapped(*strangers: int) -> Site:
+    """Clients 10 and 11 were told to move after a trap in d1. The strangers take no part."""
+    world = all_told(10, 11)
+    for pid in strangers:
+        another(world, pid, "a stranger")
+    exception(world)
+    return world
+
+
+def finds(world: Site, pid: int, whose: ExceptionOwner) -> None:
+    world.do(mev.MemberFoundCode(process(pid), 2, whose))
+
+
+def queries(world: Site, pid: int = STRANGER, domain: str = "d1") -> None:
+    world.do(mev.ClientQueried(domain, process(pid)))
+
+
+def watched(world: Site) -> list[set[int]]:
+    return [{p.pid for p in e.clients} for e in world.ever(fx.WatchQueries) if e.domain == "d1"]
+
+
+@pytest.mark.parametrize("order", ["claim, query, move", "claim, move, query"])
+def test_the_claimant_is_named_without_a_trial_once_the_stranger_has_queried(order: str) -> None:
+    world = trapped(STRANGER)
+    finds(world, 11, NO_SIGN)
+    assert watched(world) == []
+    finds(world, 10, FIRST)
+    assert watched(world) == [{STRANGER}]
+    if order == "claim, query, move":
+        queries(world)
+    moves(world, {11: NO_SIGN, 10: FIRST})
+    if order == "claim, move, query":
+        assert killed(world) == set() and turns_of(world)[10] is Turn.WAITS
+        queries(world)
+    assert killed(world) == {10} and offender(world) == (10, Confidence.LIKELY)
+    record = max(world.records().values(), key=lambda r: r.id)
+    assert record.evidence[-1].text.startswith(HAD_ITS_ERROR)
+    assert {v.id.process.pid for v in record.victims} == {STRANGER}
+    # The innocent participant replays at once, and 10 never.
+    assert turns(world) == [11]
+    world.started("d3")
+    assert again(world) == {}
+
+
+def test_a_stranger_that_does_not_query_may_be_the_author() -> None:
+    world = trapped(STRANGER)
+    moves(world, {10: FIRST, 11: NO_SIGN})
+    assert killed(world) == set() and offender(world)[0] is None
+    world.started("d3")
+    world.is_ready(10, 3)
+    assert again(world) == {10: ReplayMode.IN_TURN}
+    # It says no more once the suspect has left for its trial.
+    queries(world)
+    assert killed(world) == set() and offender(world)[0] is None
+    arrives(world)
+    assert turns_of(world)[10] is Turn.HAS
+
+
+def test_every_stranger_has_to_query() -> None:
+    world = trapped(STRANGER, SECOND_STRANGER)
+    moves(world, {10: FIRST, 11: NO_SIGN})
+    queries(world)
+    queries(world)
+    assert killed(world) == set()
+    queries(world, SECOND_STRANGER)
+    assert killed(world) == {10}
+
+
+def test_a_stranger_that_has_just_ended_denies_nothing() -> None:
+    world = all_told(10, 11)
+    another(world, STRANGER, "a stranger")
+    another(world, SECOND_STRANGER, "one that has just ended")
+    exception(world)
+    moves(world, {10: FIRST, 11: NO_SIGN})
+    queries(world)
+    assert killed(world) == set()
+    # Its end does not make it deny the trap later, either.
+    world.wait(world.state.policy.evidence_window_s + 1.0)
+    queries(world)
+    assert killed(world) == set() and offender(world)[0] is None
+
+
+def test_a_participant_has_to_deny_the_trap_as_well() -> None:
+    world = trapped(STRANGER)
+    finds(world, 10, FIRST)
+    queries(world)
+    moves(world, {10: FIRST, 11: OTHERS})
+    assert killed(world) == set() and offender(world)[0] is None
+
+
+def test_queries_say_nothing_about_an_exception_with_an_address() -> None:
+    """The driver of its author queries the SMs as well."""
+    world = trapped(STRANGER)
+    moves(world, {10: OWN, 11: OTHERS})
+    assert watched(world) == []
+    queries(world)
+    assert killed(world) == set() and offender(world)[0] is None
+
+
+def test_two_claims_are_no_proof() -> None:
+    world = trapped(STRANGER)
+    moves(world, {10: FIRST, 11: FIRST})
+    queries(world)
+    assert killed(world) == set() and offender(world)[0] is None
+
+
+def test_too_many_strangers_are_not_watched() -> None:
+    world = trapped(*range(20, 20 + WATCHED_MOST + 1))
+    finds(world, 10, FIRST)
+    assert watched(world) == []
+
+
+def test_what_nobody_was_asked_about_is_ignored() -> None:
+    world = trapped(STRANGER)
+    finds(world, 10, FIRST)
+    ignored = world.state.counters.get("failover_words_ignored", 0)
+    for pid, domain in ((11, "d1"), (STRANGER, "d2"), (STRANGER, "d9")):
+        queries(world, pid, domain)
+    assert world.state.counters["failover_words_ignored"] == ignored + 3
+    assert world.domain("d1").unheard == frozenset({process(STRANGER)})
+
+
+def test_no_client_is_unheard_after_a_planned_move() -> None:
+    world = all_told(10, 11)
+    another(world, STRANGER, "a stranger")
+    world.do(ev.DrainRequested((), True))
+    assert all(d.unheard is None for d in world.state.domains.values())
