@@ -197,11 +197,21 @@ class WatchServers:
 
 
 @dataclass(frozen=True, slots=True)
-class WatchQueries:
-    """Watch which of these clients of a faulted domain query the SMs. The answer for each: ClientQueried."""
+class HoldQueries:
+    """Hold the SM queries of these clients of a faulted domain for a moment, if they make any.
+
+    The answer for each client that makes one: ClientQueried.
+    """
 
     domain: str
     clients: frozenset[ProcessInstance]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseQueries:
+    """Let the clients of this domain go on whose queries are held."""
+
+    domain: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +438,8 @@ Effect = (
     | Inspect
     | Identify
     | WatchServers
-    | WatchQueries
+    | HoldQueries
+    | ReleaseQueries
     | Describe
     | Acknowledge
     | Freeze

@@ -20,6 +20,7 @@ from mpsd.core.failover import (
     memory,
     plan,
     programcounter,
+    queries,
     restart,
     secondstandby,
     serialreplay,
@@ -207,6 +208,7 @@ def decide(state: State, event: ev.Event, now: float) -> Decision:
     draft = Draft(state, now)
     _HANDLERS[type(event)](draft, event)
     trial.follow(draft, state)
+    queries.follow(draft, state)
     secondstandby.follow(draft, state)
     domains.settle_unused(draft, state)
     plan.offer_free_places(draft, state)

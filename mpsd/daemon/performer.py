@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from mpsd.base import audit
-from mpsd.base.model import AddressKind, ClientId, GpuProcess
+from mpsd.base.model import AddressKind, ClientId, GpuProcess, ProcessInstance
 from mpsd.clients.attach import Attacher
 from mpsd.clients.endofwork import WorkWatch
 from mpsd.clients.guard import Guards
@@ -27,7 +27,7 @@ from mpsd.core import events as ev
 from mpsd.core.failover.participants import FailoverRecord
 from mpsd.core.failover.reports import ClientQueried
 from mpsd.daemon.failover import FailoverService
-from mpsd.gpu.nvidia import smqueries
+from mpsd.gpu.nvidia.smqueries import HeldQueries
 from mpsd.mps import servercalls
 from mpsd.mps.domains import RunningDomains
 from mpsd.os import processes
@@ -72,6 +72,7 @@ class Performer:
         self._deferred = DeferredCalls(adapters.domains.quiet_period, self._tell_failed)
         self._revised: dict[int, tuple[FailoverRecord, Moment]] = {}
         self._writing: asyncio.TimerHandle | None = None
+        self._held = HeldQueries()
         self._closed = False
         # Keyed by type. Any stands for the effect type that belongs to each key.
         self._methods: Mapping[type, Callable[[Any], None]] = {
@@ -92,7 +93,8 @@ class Performer:
             fx.Inspect: self._inspect,
             fx.Identify: self._identify,
             fx.WatchServers: self._watch_servers,
-            fx.WatchQueries: self._watch_queries,
+            fx.HoldQueries: self._hold_queries,
+            fx.ReleaseQueries: lambda e: self._held.release(e.domain),
             fx.Describe: self._describe,
             fx.Acknowledge: lambda e: adapters.isolation.acknowledge(e.space),
             fx.Freeze: self._freeze,
@@ -161,12 +163,13 @@ class Performer:
         if domain is not None:
             self._adapters.post(ev.ServerAtFault(domain, effect.servers[domain], effect.gpu))
 
-    def _watch_queries(self, effect: fx.WatchQueries) -> None:
-        self._tasks.spawn(self._find_queries(effect))
+    def _hold_queries(self, effect: fx.HoldQueries) -> None:
+        def seen(client: ProcessInstance) -> None:
+            queried = ClientQueried(effect.domain, client)
+            with contextlib.suppress(RuntimeError):  # The loop has ended.
+                self._loop.call_soon_threadsafe(self._adapters.post, queried)
 
-    async def _find_queries(self, effect: fx.WatchQueries) -> None:
-        async for client in smqueries.find(effect.clients):
-            self._adapters.post(ClientQueried(effect.domain, client))
+        self._held.hold(effect.domain, effect.clients, seen)
 
     def _describe(self, effect: fx.Describe) -> None:
         # Take the client's ledger now: the client may exit at any moment.
@@ -239,6 +242,7 @@ class Performer:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        self._held.close()
         # From now on revisions are written at once.
         self._closed = True
         self._write_revisions()

@@ -185,14 +185,14 @@ class Play:
                 self.after(0.05, lambda: self.do(ev.WorkNotVisible(client)))
             case fx.ConfirmWork(client) | fx.ProbeWork(client):
                 self.after(0.05, lambda: self.do(ev.WorkEnded(client, "gone")))
-            case fx.WatchQueries(domain, clients):
-                self._perform_watch(domain, clients)
+            case fx.HoldQueries(domain, clients):
+                self._perform_hold(domain, clients)
             case fx.Record(record) if record.offender is not None:
                 self._is_named(record.offender.id.process, record.domain)
             case _ if isinstance(effect, WORDS):
                 self.after(0.001, lambda: self._hear(effect))
 
-    def _perform_watch(self, domain: str, clients: frozenset[ProcessInstance]) -> None:
+    def _perform_hold(self, domain: str, clients: frozenset[ProcessInstance]) -> None:
         """Let most clients that did not make this fault query the SMs."""
         for client in sorted(clients - self.faulters[domain]):
 

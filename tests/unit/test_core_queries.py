@@ -9,7 +9,8 @@ from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.participants import Turn
-from mpsd.core.failover.programcounter import HAD_ITS_ERROR, WATCHED_MOST
+from mpsd.core.failover.programcounter import HAD_ITS_ERROR
+from mpsd.core.failover.queries import WATCHED_MOST
 from tests.support.core import process
 from tests.unit.test_core_failover import Site, again, turns_of
 from tests.unit.test_core_programcounter import (
@@ -45,17 +46,20 @@ def queries(world: Site, pid: int = STRANGER, domain: str = "d1") -> None:
     world.do(mev.ClientQueried(domain, process(pid)))
 
 
-def watched(world: Site) -> list[set[int]]:
-    return [{p.pid for p in e.clients} for e in world.ever(fx.WatchQueries) if e.domain == "d1"]
+def held(world: Site) -> list[set[int]]:
+    return [{p.pid for p in e.clients} for e in world.ever(fx.HoldQueries) if e.domain == "d1"]
+
+
+def released(world: Site) -> bool:
+    return fx.ReleaseQueries("d1") in world.ever(fx.ReleaseQueries)
 
 
 @pytest.mark.parametrize("order", ["claim, query, move", "claim, move, query"])
 def test_the_claimant_is_named_without_a_trial_once_the_stranger_has_queried(order: str) -> None:
     world = trapped(STRANGER)
+    assert held(world) == [{STRANGER}]
     finds(world, 11, NO_SIGN)
-    assert watched(world) == []
     finds(world, 10, FIRST)
-    assert watched(world) == [{STRANGER}]
     if order == "claim, query, move":
         queries(world)
     moves(world, {11: NO_SIGN, 10: FIRST})
@@ -122,7 +126,6 @@ def test_queries_say_nothing_about_an_exception_with_an_address() -> None:
     """The driver of its author queries the SMs as well."""
     world = trapped(STRANGER)
     moves(world, {10: OWN, 11: OTHERS})
-    assert watched(world) == []
     queries(world)
     assert killed(world) == set() and offender(world)[0] is None
 
@@ -134,10 +137,50 @@ def test_two_claims_are_no_proof() -> None:
     assert killed(world) == set() and offender(world)[0] is None
 
 
-def test_too_many_strangers_are_not_watched() -> None:
-    world = trapped(*range(20, 20 + WATCHED_MOST + 1))
-    finds(world, 10, FIRST)
-    assert watched(world) == []
+def test_queries_are_held_until_all_participants_have_moved() -> None:
+    world = trapped(STRANGER)
+    moves(world, {10: NO_SIGN})
+    assert held(world) == [{STRANGER}] and not released(world)
+    moves(world, {11: NO_SIGN})
+    assert released(world) and len(world.ever(fx.ReleaseQueries)) == 1
+
+
+def test_queries_are_held_until_a_suspect_has_its_context() -> None:
+    world = trapped(STRANGER)
+    moves(world, {10: OWN, 11: OTHERS})
+    world.started("d3")
+    assert not released(world)
+    world.is_ready(10, 3)
+    assert world.told() == [10] and released(world)
+
+
+@pytest.mark.parametrize("how", ["dies", "stays", "has no trial"])
+def test_a_participant_that_needs_them_no_longer_releases_queries(how: str) -> None:
+    world = trapped(STRANGER)
+    if how == "has no trial":
+        moves(world, {11: OTHERS, 10: OWN}, takes_ms=5)
+        (timer,) = (e for e in world.ever(fx.ArmTimer) if e.kind == "failover-trial")
+        assert not released(world)
+        world.timer(timer.kind, timer.subject)
+    else:
+        moves(world, {11: OTHERS})
+        assert not released(world)
+        gone = ev.ClientDied(process(10)) if how == "dies" else mev.MemberStayed(process(10), 2, "no context")
+        world.do(gone)
+    assert released(world)
+
+
+def test_queries_of_too_many_strangers_are_not_held() -> None:
+    assert held(trapped(*range(20, 20 + WATCHED_MOST))) != []
+    assert held(trapped(*range(20, 20 + WATCHED_MOST + 1))) == []
+
+
+def test_no_queries_are_held_where_nobody_moves_or_nobody_stays() -> None:
+    assert held(trapped()) == []
+    world = Site()
+    world.attach(STRANGER, "d1")
+    exception(world)
+    assert world.ever(fx.HoldQueries) == []
 
 
 def test_what_nobody_was_asked_about_is_ignored() -> None:

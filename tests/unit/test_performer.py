@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +14,9 @@ from mpsd.base.model import ClientId, ProcessInstance, Requester
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.failover.participants import FailoverRecord
+from mpsd.core.failover.reports import ClientQueried
 from mpsd.daemon.performer import Adapters, Performer
+from mpsd.gpu.nvidia import smqueries
 from mpsd.mps import servercalls
 from mpsd.os.quietperiod import QUIET_S, QuietPeriod
 from mpsd.records.bulletin import Moment
@@ -44,10 +46,11 @@ def performer(
     told: list[fx.Move] | None = None,
     posted: list[ev.Event] | None = None,
     attacher: object = None,
+    post: Callable[[ev.Event], None] | None = None,
 ) -> Performer:
     others: dict[str, Any] = dict.fromkeys(Adapters.__dataclass_fields__)
     others["attacher"] = attacher
-    others["post"] = posted.append if posted is not None else None
+    others["post"] = posted.append if posted is not None else post
     words = ("welcome", "offer", "stand_down", "fenced", "have_turn", "give", "have_memory")
     service = SimpleNamespace(**dict.fromkeys(words, None), limit_snapshots=None, switch_off=None)
     service.move = told.append if told is not None else None
@@ -80,6 +83,24 @@ def test_the_server_that_is_at_a_fault_is_told_if_one_is(
     monkeypatch.setattr(servercalls, "find", find)
     asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
     assert posted == ([ev.ServerAtFault("d2", servers["d2"], "GPU-0")] if found else [])
+
+
+def test_a_client_whose_query_is_seen_is_told_and_let_go_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = server_of("d1")
+    posted: asyncio.Queue[ev.Event] = asyncio.Queue()
+    monkeypatch.setattr(smqueries, "querying_threads", lambda client: {client.pid})
+    monkeypatch.setattr(smqueries, "_stop", lambda libc, client, tid: False)
+
+    async def run() -> ev.Event:
+        made = performer(Bulletin(), post=posted.put_nowait)
+        made.perform(fx.HoldQueries("d1", frozenset({client})))
+        seen = await posted.get()
+        made.perform(fx.ReleaseQueries("d1"))
+        await made.close()
+        return seen
+
+    assert asyncio.run(asyncio.wait_for(run(), DEADLINE_S)) == ClientQueried("d1", client)
+    assert posted.empty()
 
 
 def revision(number: int, of: int = 1) -> fx.RecordFailover:

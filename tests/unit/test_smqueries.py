@@ -1,92 +1,136 @@
-"""SM queries of a client's driver, as the kernel shows its calls."""
+"""SM queries of a client's driver, as the kernel shows its calls, and threads that are held in them."""
 
 from __future__ import annotations
 
-import asyncio
+import ctypes
 import os
+import queue
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from mpsd.base.model import ProcessInstance
 from mpsd.gpu.nvidia import smqueries
+from mpsd.gpu.nvidia.smqueries import RM_CONTROL, SEIZE, HeldQueries
 from mpsd.os import procfs
 from tests.support.waiting import DEADLINE_S, until
 
 READ, CLEAR, ECC_STATUS = 0x83DE030C, 0x83DE0310, 0x2080012F
-ONE, OTHER = ProcessInstance(1, 1), ProcessInstance(2, 1)
-
-
-def instance(pid: int) -> ProcessInstance:
-    return ProcessInstance(pid, procfs.start_ticks(pid))
 
 
 @pytest.fixture
 def client(request: pytest.FixtureRequest) -> Iterator[ProcessInstance]:
     """Return a process with a thread that stays in an ioctl. `param`: the request and the command."""
-    program = [sys.executable, "-m", "tests.support.intodriver", *map(str, request.param)]
+    request_and_command = getattr(request, "param", (RM_CONTROL, READ))
+    program = [sys.executable, "-m", "tests.support.intodriver", *map(str, request_and_command)]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as made:
         assert made.stdout is not None
         said = made.stdout.readline().strip().decode()
         if said != "ready":
             pytest.skip(f"no filter of system calls here: {said}")
-        found = instance(made.pid)
         until(lambda: any(c[0] == procfs.IOCTL for _, c in procfs.calls(made.pid)), "the ioctl")
-        yield found
+        yield ProcessInstance(made.pid, procfs.start_ticks(made.pid))
         made.kill()
+
+
+def states(client: ProcessInstance) -> dict[int, str]:
+    """Return the state letter of each thread. "t": stopped by a tracer."""
+    threads = Path(f"/proc/{client.pid}/task").iterdir()
+    return {int(thread.name): procfs.parse_stat((thread / "stat").read_bytes()).state for thread in threads}
 
 
 @pytest.mark.parametrize(
     ("client", "queries"),
     [
-        ((smqueries.RM_CONTROL, READ), True),
-        ((smqueries.RM_CONTROL, CLEAR), True),
-        ((smqueries.RM_CONTROL, ECC_STATUS), False),
-        ((smqueries.RM_CONTROL + 1, READ), False),
+        ((RM_CONTROL, READ), True),
+        ((RM_CONTROL, CLEAR), True),
+        ((RM_CONTROL, ECC_STATUS), False),
+        ((RM_CONTROL + 1, READ), False),
     ],
     indirect=["client"],
 )
 def test_a_query_is_told_from_any_other_call(client: ProcessInstance, queries: bool) -> None:
-    assert smqueries.is_querying(client) is queries
-    assert not smqueries.is_querying(ProcessInstance(client.pid, client.start_ticks + 1))
-    assert not smqueries.is_querying(ProcessInstance(2**22 + 1, 1))
+    querying = smqueries.querying_threads(client)
+    assert len(querying) == queries and client.pid not in querying
+    assert not smqueries.querying_threads(ProcessInstance(client.pid, client.start_ticks + 1))
+    assert not smqueries.querying_threads(ProcessInstance(2**22 + 1, 1))
     before = set(os.listdir("/proc/self/fd"))
-    smqueries.is_querying(client)
+    smqueries.querying_threads(client)
     assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_call_whose_argument_cannot_be_read_is_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
     assert procfs.IOCTL is not None
-    calls = [(1, (procfs.IOCTL, 3, smqueries.RM_CONTROL, 8))]
+    calls = [(1, (procfs.IOCTL, 3, RM_CONTROL, 8))]
     monkeypatch.setattr(procfs, "calls", lambda pid: iter(calls))
-    assert not smqueries.is_querying(instance(os.getpid()))
+    assert not smqueries.querying_threads(ProcessInstance(os.getpid(), procfs.start_ticks(os.getpid())))
 
 
-def seen(querying: dict[int, set[ProcessInstance]], clients: set[ProcessInstance]) -> list[ProcessInstance]:
-    """Return what a watch finds. `querying`: which clients query, by the number of the round."""
-    now, asked = 0.0, dict.fromkeys(clients, 0)
-
-    def probe(client: ProcessInstance) -> bool:
-        nonlocal now
-        now += 0.01
-        asked[client] += 1
-        return client in querying.get(asked[client], set())
-
-    async def run() -> list[ProcessInstance]:
-        return [c async for c in smqueries.find(clients, probe, lambda: now, step_s=0)]
-
-    return asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
-
-
-def test_each_client_is_told_once() -> None:
-    assert seen({2: {ONE, OTHER}}, {ONE, OTHER}) == [ONE, OTHER]
-    assert seen({1: {OTHER}, 2: {OTHER}, 3: {ONE}}, {ONE, OTHER}) == [OTHER, ONE]
+def test_only_the_thread_that_queries_is_held_and_it_goes_on_after_release(client: ProcessInstance) -> None:
+    (tid,) = smqueries.querying_threads(client)
+    seen: queue.Queue[ProcessInstance] = queue.Queue()
+    held = HeldQueries(limit_s=DEADLINE_S)
+    held.hold("d1", [client, ProcessInstance(2**22 + 1, 1)], seen.put)
+    assert seen.get(timeout=DEADLINE_S) == client
+    until(lambda: states(client)[tid] == "t", "the thread is held")
+    assert [letter for other, letter in states(client).items() if other != tid].count("t") == 0
+    held.release("d9")
+    assert states(client)[tid] == "t"
+    held.release("d1")
+    until(lambda: states(client)[tid] == "S", "the thread goes on")
+    assert seen.empty() and smqueries.querying_threads(client) == {tid}
+    held.close()
 
 
-def test_a_watch_ends() -> None:
-    assert seen({1: {ONE}}, {ONE, OTHER}) == [ONE]
-    assert seen({}, {ONE}) == []
-    assert seen({}, set()) == []
-    assert smqueries.LIMIT_S <= 0.5
+@pytest.mark.parametrize("how", ["its time limit", "the end of mpsd"])
+def test_a_thread_is_held_no_longer_than(how: str, client: ProcessInstance) -> None:
+    (tid,) = smqueries.querying_threads(client)
+    seen: queue.Queue[ProcessInstance] = queue.Queue()
+    held = HeldQueries(limit_s=0.05 if "limit" in how else DEADLINE_S)
+    held.hold("d1", [client], seen.put)
+    assert seen.get(timeout=DEADLINE_S) == client
+    if "limit" not in how:
+        until(lambda: states(client)[tid] == "t", "the thread is held")
+        held.close()
+    until(lambda: states(client)[tid] == "S", "the thread goes on")
+    held.close()
+
+
+def test_a_client_can_be_killed_while_it_is_held(client: ProcessInstance) -> None:
+    (tid,) = smqueries.querying_threads(client)
+    held = HeldQueries(limit_s=DEADLINE_S)
+    held.hold("d1", [client], lambda client: None)
+    until(lambda: states(client)[tid] == "t", "the thread is held")
+    os.kill(client.pid, signal.SIGKILL)
+    until(lambda: set(states(client)) == {client.pid}, "its threads have ended")
+    assert os.waitid(os.P_PID, client.pid, os.WEXITED | os.WNOWAIT)
+    held.close()
+
+
+def test_a_client_under_a_debugger_is_left_alone(client: ProcessInstance) -> None:
+    (tid,) = smqueries.querying_threads(client)
+    attached, over = threading.Event(), threading.Event()
+    refused: list[int] = []
+
+    def debug() -> None:
+        refused.append(ctypes.CDLL(None).ptrace(SEIZE, tid, None, None))
+        attached.set()
+        over.wait(DEADLINE_S)
+
+    debugger = threading.Thread(target=debug)
+    debugger.start()
+    assert attached.wait(DEADLINE_S)
+    seen: queue.Queue[ProcessInstance] = queue.Queue()
+    held = HeldQueries(limit_s=DEADLINE_S)
+    held.hold("d1", [client], seen.put)
+    assert seen.get(timeout=DEADLINE_S) == client
+    held.close()
+    letter = states(client)[tid]
+    over.set()
+    debugger.join()
+    assert refused == [0] and letter != "t"

@@ -18,7 +18,7 @@ from dataclasses import replace
 from mpsd.base.model import ClientId, Confidence, ExceptionOwner, FailoverMode, ProcessInstance, ReplayMode
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, Fenced, Move, OfferStandby, RecordFailover, StandDown
-from mpsd.core.failover import budgets, serialreplay, suspects
+from mpsd.core.failover import budgets, queries, serialreplay, suspects
 from mpsd.core.failover.outcomes import LEFT, latest_of, revise, rewrite
 from mpsd.core.failover.participants import (
     NOT_CONNECTED,
@@ -433,8 +433,7 @@ def _record(
     if all_known and again is ReplayMode.IN_TURN and any(is_sm_exception(f) for f in faults):
         serialreplay.note_among(draft, here, told)
     if all_known and domain.is_dead:
-        moving = {p for p in told if draft.state.members[p].mode is FailoverMode.EXACT}
-        draft.put_domain(replace(draft.state.domains[domain.id], unheard=frozenset(here - moving)))
+        queries.note_others(draft, domain, here, told)
     number = draft.state.next_failover
     draft.state = replace(draft.state, next_failover=number + 1)
     record = FailoverRecord(

@@ -8,8 +8,7 @@ move, all have reported, exactly one claims the exception, and all others deny i
 replay, and all others replay at once.
 
 A client that takes no part, for instance because it has no proxy, denies a trap by its driver's SM queries: a
-trap's author makes none, any other client makes many (mpsd/gpu/nvidia/smqueries.py). mpsd looks for them once
-a participant claims a trap.
+trap's author makes none, any other client makes many (queries.py).
 
 If a report is missing because the search took too long, or if several programs claim the exception (forked
 programs have their code at the same addresses), that is no proof: programs that claim it are suspects, and
@@ -22,14 +21,12 @@ from dataclasses import replace
 
 from mpsd.base.model import Confidence, ExceptionOwner, ProcessInstance, ReplayMode
 from mpsd.core.draft import Draft
-from mpsd.core.effects import WatchQueries
 from mpsd.core.failover import outcomes, plan, serialreplay, suspects
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.participants import FailoverRecord, Outcome, ParticipantOutcome, Standing, Turn
 from mpsd.core.faults import attribution as at
 from mpsd.core.faults import recording
 from mpsd.core.faults.records import Evidence, FaultRecord, Source
-from mpsd.core.state import State
 
 IN_ITS_CODE = "the exception was in its own code"
 HAD_ITS_ERROR = "its context had the error of a trap before it looked at the GPU"
@@ -39,9 +36,6 @@ _PROOF = {
 }
 _DENIAL = {ExceptionOwner.OWN: ExceptionOwner.OTHERS, ExceptionOwner.FIRST: ExceptionOwner.NO_SIGN}
 """What all others must have found where one participant claims the exception."""
-WATCHED_MOST = 8
-"""If more clients than this take no part, mpsd does not look for their SM queries: it would keep participants
-waiting. (One look at a client with 10 threads takes about 0.1 ms.)"""
 
 
 def on_found_code(draft: Draft, event: mev.MemberFoundCode) -> None:
@@ -62,9 +56,6 @@ def on_found_code(draft: Draft, event: mev.MemberFoundCode) -> None:
         return
     draft.put_participant(replace(participant, whose=event.whose))
     outcomes.revise(draft, record, event.process, whose=event.whose)
-    unheard = _unheard(draft.state, record)
-    if event.whose is ExceptionOwner.FIRST and unheard and len(unheard) <= WATCHED_MOST:
-        draft.emit(WatchQueries(record.domain, unheard))
 
 
 def on_queried(draft: Draft, event: mev.ClientQueried) -> None:
@@ -81,11 +72,6 @@ def on_queried(draft: Draft, event: mev.ClientQueried) -> None:
             settle(draft, participant.process)
 
 
-def _unheard(state: State, record: FailoverRecord) -> frozenset[ProcessInstance] | None:
-    domain = state.domains.get(record.domain)
-    return domain.unheard if domain is not None else None
-
-
 def settle(draft: Draft, process: ProcessInstance) -> None:
     """Name the offender if the reports allow it, now that this program has moved and waits for its turn."""
     record = outcomes.last_of(draft.state, process)
@@ -95,7 +81,9 @@ def settle(draft: Draft, process: ProcessInstance) -> None:
     if record is None or participant is None or not all(_denies(f, claims[0]) for f in told):
         return
     # `among`: every client of the domain was told to move. A participant that had its turn is cleared.
-    others_deny = claims[0].whose is ExceptionOwner.FIRST and _unheard(draft.state, record) == frozenset()
+    faulted = draft.state.domains.get(record.domain)
+    all_queried = faulted is not None and faulted.unheard == frozenset()
+    others_deny = claims[0].whose is ExceptionOwner.FIRST and all_queried
     all_deny = participant.among or others_deny
     if not (all_deny and participant.turn is Turn.WAITS and participant.home == record.to):
         return
