@@ -35,6 +35,7 @@ def note_others(
     others = frozenset(here) - {m.process for m in moving if m.mode is FailoverMode.EXACT}
     draft.put_domain(replace(draft.state.domains[domain.id], unheard=others))
     if moving and 0 < len(others) <= WATCHED_MOST:
+        draft.count("failover_queries_held")
         draft.emit(HoldQueries(domain.id, others))
 
 

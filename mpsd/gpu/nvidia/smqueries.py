@@ -34,7 +34,7 @@ COMMAND_AT = 8
 LIMIT_S = 0.5
 """Longest time [s] that clients are watched, and their threads held. A context in a trial domain took 160 ms
 without queries; a program's kernels take up to as long again."""
-STEP_S = 0.001
+STEP_S = 0.002
 SEIZE, INTERRUPT = 0x4206, 0x4207
 WALL = 0x40000000
 """__WALL of waitpid(2): wait for threads as well."""
