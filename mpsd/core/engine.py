@@ -13,7 +13,7 @@ from typing import Any
 from mpsd.core import clients, domains, killing, leases, lists, proof, slots, victims
 from mpsd.core import events as ev
 from mpsd.core.draft import Draft
-from mpsd.core.effects import Effect, Freeze, Kill, ProgramCommand, ReleaseLease, Terminate
+from mpsd.core.effects import Effect, Freeze, HoldQueries, Kill, ProgramCommand, ReleaseLease, Terminate
 from mpsd.core.failover import (
     budgets,
     handlers,
@@ -246,6 +246,8 @@ def _check_effects(before: State, event: ev.Event, draft: Draft) -> None:
             proof.check_victim(draft.state, event, effect)
         elif isinstance(effect, Freeze):
             proof.check_freeze(draft.state, effect)
+        elif isinstance(effect, HoldQueries):
+            proof.check_hold(draft.state, effect)
         elif isinstance(effect, ReleaseLease):
             _check_release(before, event, draft, effect)
 

@@ -25,6 +25,7 @@ from mpsd.core.effects import (
     Effect,
     Forget,
     Freeze,
+    HoldQueries,
     Kill,
     Move,
     Record,
@@ -180,6 +181,22 @@ def check_freeze(state: State, effect: Freeze) -> None:
     client = _check_proof(state, effect.client, asked=False)
     if effect.owner != owner_needed(state.domains[effect.client.domain], client, asked=False):
         raise InvariantViolation(f"{effect.client} is stopped without a check of its owner")
+
+
+def may_be_held(domain: Domain, client: Client) -> bool:
+    """Return whether mpsd may stop threads of this client for a moment. One that is evicted ends faster if it
+    runs."""
+    runs = client.frozen is None and client.state not in (ClientState.TERMINATING, ClientState.KILLING)
+    return runs and proven(domain, client, asked=False)
+
+
+def check_hold(state: State, effect: HoldQueries) -> None:
+    """Raise InvariantViolation if threads of a process are stopped that may not be."""
+    domain = state.domains[effect.domain]
+    for process in effect.clients:
+        living = [c for c in state.spaces_of(process) if c.living]
+        if not domain.is_dead or not living or not all(may_be_held(domain, c) for c in living):
+            raise InvariantViolation(f"{process} is stopped without proof that it is a lost client")
 
 
 def _check_proof(state: State, client_id: ClientId, *, asked: bool) -> Client:

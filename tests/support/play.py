@@ -83,9 +83,9 @@ class Play:
 
     `restarts`: the daemon restarts, too, and knows then what was written down up to 0.3 s before.
     `on_demand`: servers come with clients; all programs end at times, and a program takes a while from the
-    path to its domain. `bursts`: most events are faults. `dies_before`: the daemon dies before that
-    effect after a fault, and restarts. `ends`: the end of an exited program's work shows only where it ran;
-    some programs launch nothing.
+    path to its domain. `bursts`: most events are faults, and some programs have no proxy. `dies_before`: the
+    daemon dies before that effect after a fault, and restarts. `ends`: the end of an exited program's work
+    shows only where it ran; some programs launch nothing.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Play:
         ends: bool = False,
     ) -> None:
         self.random = chance = random.Random(seed)
+        self.seed = seed
         self.restarts, self.on_demand, self.bursts, self.ends = restarts, on_demand, bursts, ends
         self.faulters: dict[str, set[ProcessInstance]] = defaultdict(set)
         policy = Policy(
@@ -193,8 +194,9 @@ class Play:
                 self.after(0.001, lambda: self._hear(effect))
 
     def _perform_hold(self, domain: str, clients: frozenset[ProcessInstance]) -> None:
-        """Let most clients that did not make this fault query the SMs."""
-        for client in sorted(clients - self.faulters[domain]):
+        """Let most clients query the SMs, but no author of a trap."""
+        querying = clients - self.faulters[domain] if self._is_trap(domain) else clients
+        for client in sorted(querying):
 
             def tell(client: ProcessInstance = client) -> None:
                 self.do(mev.ClientQueried(domain, client))
@@ -333,11 +335,14 @@ class Play:
         """Return what the program finds about the fault of the domain that it has left.
 
         A trap leaves no address, and two programs may have their code at one address. No program denies a
-        fault of its own, except a trap if it looks too late.
+        fault of its own, except a trap if it looks too late. An author without the proxy may clear the
+        address first; then another program's error can look like that of a trap's author.
         """
-        kind = random.Random(f"{left} {len(self.faulters[left])}")
-        is_trap, is_shared = kind.random() < 0.4, kind.random() < 0.2
+        is_trap, is_shared = self._is_trap(left), random.Random(f"shared-{self.seed}-{left}").random() < 0.2
         made_it = program.process in self.faulters[left]
+        is_cleared = not is_trap and not any(self.programs[p].connected for p in self.faulters[left])
+        if is_cleared and self.random.random() < 0.15:
+            return ExceptionOwner.FIRST
         if self.random.random() < 0.25 or (made_it and len(self.faulters[left]) > 1):
             return ExceptionOwner.UNKNOWN
         if is_trap:
@@ -345,6 +350,9 @@ class Play:
         if made_it or (is_shared and self.random.random() < 0.5):
             return ExceptionOwner.OWN
         return ExceptionOwner.OTHERS
+
+    def _is_trap(self, domain: str) -> bool:
+        return random.Random(f"trap-{self.seed}-{domain}").random() < 0.4
 
     def _give_up(self, program: Program, generation: int) -> None:
         if program.alive and program.waits and program.lives == f"d{generation}":
@@ -385,7 +393,8 @@ class Play:
             self.do(ev.ServerDied(domain, server_of(domain)))
             return
         self.after(0.3, lambda: self._answer(domain))
-        self.do(kernel_xid(13, OUT_OF_RANGE, None, "", GPU))
+        if not self._is_trap(domain):
+            self.do(kernel_xid(13, OUT_OF_RANGE, None, "", GPU))
         pid = server_of(domain).pid
         self.after(0.02, lambda: self.do(kernel_xid(43, "channel 0x1", pid, "nvidia-cuda-mps", GPU)))
 
@@ -405,7 +414,8 @@ class Play:
             return
         self._notice(slot.active, program)
         program.idles = self.ends and self.random.random() < 0.3
-        if not program.idles:
+        has_proxy = not (self.bursts and self.random.random() < 0.25)
+        if has_proxy and not program.idles:
             self.after(self.random.choice([0.001, 0.5]), lambda: self._connect(program))
 
     def _arrive(self, program: Program) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import MappingProxyType
+
 import pytest
 
-from mpsd.base.model import Confidence, ExceptionOwner, ReplayMode
+from mpsd.base.model import Confidence, ExceptionOwner, FailoverMode, Liveness, ReplayMode
 from mpsd.core import effects as fx
 from mpsd.core import events as ev
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.participants import Turn
 from mpsd.core.failover.programcounter import HAD_ITS_ERROR
 from mpsd.core.failover.queries import WATCHED_MOST
-from tests.support.core import process
+from tests.support.core import facts, process, server_of
 from tests.unit.test_core_failover import Site, again, turns_of
 from tests.unit.test_core_programcounter import (
     FIRST,
@@ -34,8 +37,14 @@ def trapped(*strangers: int) -> Site:
     world = all_told(10, 11)
     for pid in strangers:
         another(world, pid, "a stranger")
-    exception(world)
+    trap(world)
     return world
+
+
+def trap(world: Site) -> None:
+    world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
+    world.kernel(43, "channel 0x1", server_of("d1").pid, "nvidia-cuda-mps")
+    assert world.record().fault_class == "sm-trap"
 
 
 def finds(world: Site, pid: int, whose: ExceptionOwner) -> None:
@@ -104,7 +113,7 @@ def test_a_stranger_that_has_just_ended_denies_nothing() -> None:
     world = all_told(10, 11)
     another(world, STRANGER, "a stranger")
     another(world, SECOND_STRANGER, "one that has just ended")
-    exception(world)
+    trap(world)
     moves(world, {10: FIRST, 11: NO_SIGN})
     queries(world)
     assert killed(world) == set()
@@ -122,12 +131,98 @@ def test_a_participant_has_to_deny_the_trap_as_well() -> None:
     assert killed(world) == set() and offender(world)[0] is None
 
 
-def test_queries_say_nothing_about_an_exception_with_an_address() -> None:
-    """The driver of its author queries the SMs as well."""
+@pytest.mark.parametrize("claim", [(FIRST, NO_SIGN), (OWN, OTHERS)])
+def test_queries_say_nothing_about_an_exception_with_an_address(
+    claim: tuple[ExceptionOwner, ExceptionOwner],
+) -> None:
+    """The driver of its author queries the SMs as well, and may clear the address before others look."""
+    world = all_told(10, 11)
+    another(world, STRANGER, "a stranger")
+    exception(world)
+    moves(world, {10: claim[0], 11: claim[1]})
+    assert held(world) == [{STRANGER}]
+    queries(world)
+    assert killed(world) == set() and offender(world)[0] is None
+
+
+def test_an_address_in_its_own_code_is_no_claim_to_a_trap() -> None:
+    """Another client may have its code at the same address, and cleared that address with its queries."""
     world = trapped(STRANGER)
     moves(world, {10: OWN, 11: OTHERS})
     queries(world)
     assert killed(world) == set() and offender(world)[0] is None
+
+
+def test_an_exception_of_unknown_kind_is_no_trap() -> None:
+    world = all_told(10, 11)
+    another(world, STRANGER, "a stranger")
+    world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
+    moves(world, {10: FIRST, 11: NO_SIGN})
+    queries(world)
+    assert killed(world) == set() and offender(world)[0] is None
+
+
+def test_nobody_is_named_where_a_participant_came_late() -> None:
+    """The late one was no participant at the fault. Its claim is not checked against the others' findings."""
+    world = all_told(10, 11)
+    world.attach(12, "d1")
+    trap(world)
+    finds(world, 10, FIRST)
+    world.hello(12, FailoverMode.EXACT)
+    queries(world, 12)
+    world.is_ready(12, 2)
+    moves(world, {12: FIRST, 10: FIRST})
+    queries(world, 12)
+    assert killed(world) == set() and offender(world)[0] is None
+
+
+@pytest.mark.parametrize("how", ["one in mode keep", "one that is not ready"])
+def test_a_participant_that_takes_no_part_in_replays_is_not_held_and_denies_nothing(how: str) -> None:
+    """Its proxy makes such calls itself."""
+    world = all_told(10, 11)
+    if how == "one in mode keep":
+        another(world, STRANGER, how)
+    else:
+        world.attach(STRANGER, "d1")
+        world.hello(STRANGER, FailoverMode.EXACT)
+    trap(world)
+    moves(world, {10: FIRST, 11: NO_SIGN})
+    queries(world)
+    assert held(world) == [] and killed(world) == set() and offender(world)[0] is None
+
+
+def test_a_query_of_a_process_that_has_left_denies_nothing() -> None:
+    world = trapped(STRANGER)
+    moves(world, {10: FIRST, 11: NO_SIGN})
+    world.do(ev.ClientLeft(process(STRANGER), "exec"))
+    queries(world)
+    assert killed(world) == set() and offender(world)[0] is None
+
+
+def test_a_client_that_is_evicted_is_not_held() -> None:
+    world = all_told(10, 11)
+    another(world, STRANGER, "a stranger")
+    world.do(ev.EvictRequested(process(STRANGER), Liveness.RUNNING, "r1", "asked"))
+    trap(world)
+    assert held(world) == [] and world.ever(fx.Terminate)
+
+
+def test_no_process_is_held_that_only_an_open_log_names() -> None:
+    """Its user could write that line for any process."""
+    world = all_told(10, 11)
+    domains = {**world.state.domains, "d1": replace(world.domain("d1"), private=False)}
+    world.state = replace(world.state, domains=MappingProxyType(domains))
+    world.do(ev.ClientNoticed("d1", facts(STRANGER)))
+    world.do(ev.ClientAttached("d1", process(STRANGER), 1, tracked=True))
+    trap(world)
+    assert world.ever(fx.Move) and held(world) == []
+
+
+def test_no_queries_are_held_where_the_offender_is_certain_or_the_server_died() -> None:
+    world = all_told(10, 11)
+    another(world, STRANGER, "a stranger")
+    world.do(ev.ServerDied("d1", server_of("d1")))
+    assert world.told() == [10, 11] and held(world) == []
 
 
 def test_two_claims_are_no_proof() -> None:
@@ -191,10 +286,3 @@ def test_what_nobody_was_asked_about_is_ignored() -> None:
         queries(world, pid, domain)
     assert world.state.counters["failover_words_ignored"] == ignored + 3
     assert world.domain("d1").unheard == frozenset({process(STRANGER)})
-
-
-def test_no_client_is_unheard_after_a_planned_move() -> None:
-    world = all_told(10, 11)
-    another(world, STRANGER, "a stranger")
-    world.do(ev.DrainRequested((), True))
-    assert all(d.unheard is None for d in world.state.domains.values())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -85,11 +86,28 @@ def test_the_server_that_is_at_a_fault_is_told_if_one_is(
     assert posted == ([ev.ServerAtFault("d2", servers["d2"], "GPU-0")] if found else [])
 
 
-def test_a_client_whose_query_is_seen_is_told_and_let_go_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = server_of("d1")
+class Holds:
+    """Stands for the held queries: sees a query of each client at once, in another thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def hold(self, domain: str, clients: Collection[ProcessInstance], seen: smqueries.Seen) -> None:
+        self.calls.append(f"hold {domain}")
+        for client in clients:
+            threading.Thread(target=seen, args=(client,)).start()
+
+    def release(self, domain: str) -> None:
+        self.calls.append(f"release {domain}")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_a_client_whose_query_is_seen_is_told_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, holds = server_of("d1"), Holds()
     posted: asyncio.Queue[ev.Event] = asyncio.Queue()
-    monkeypatch.setattr(smqueries, "querying_threads", lambda client: {client.pid})
-    monkeypatch.setattr(smqueries, "_stop", lambda libc, client, tid: False)
+    monkeypatch.setattr("mpsd.daemon.performer.HeldQueries", lambda: holds)
 
     async def run() -> ev.Event:
         made = performer(Bulletin(), post=posted.put_nowait)
@@ -100,7 +118,7 @@ def test_a_client_whose_query_is_seen_is_told_and_let_go_at_the_end(monkeypatch:
         return seen
 
     assert asyncio.run(asyncio.wait_for(run(), DEADLINE_S)) == ClientQueried("d1", client)
-    assert posted.empty()
+    assert posted.empty() and holds.calls == ["hold d1", "release d1", "close"]
 
 
 def revision(number: int, of: int = 1) -> fx.RecordFailover:

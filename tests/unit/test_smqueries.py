@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import queue
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -67,7 +69,7 @@ def test_a_query_is_told_from_any_other_call(client: ProcessInstance, queries: b
 def test_a_call_whose_argument_cannot_be_read_is_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
     assert procfs.IOCTL is not None
     calls = [(1, (procfs.IOCTL, 3, RM_CONTROL, 8))]
-    monkeypatch.setattr(procfs, "calls", lambda pid: iter(calls))
+    monkeypatch.setattr(procfs, "calls", lambda pid, limit: iter(calls))
     assert not smqueries.querying_threads(ProcessInstance(os.getpid(), procfs.start_ticks(os.getpid())))
 
 
@@ -101,6 +103,29 @@ def test_a_thread_is_held_no_longer_than(how: str, client: ProcessInstance) -> N
     held.close()
 
 
+def test_a_client_that_blocks_a_look_at_it_keeps_no_other_one_stopped(
+    client: ProcessInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read of a client's memory may wait for that client, for instance in a file system of its own."""
+    (tid,) = smqueries.querying_threads(client)
+    hostile, over = ProcessInstance(2**22 + 1, 1), threading.Event()
+    threads_of = smqueries.querying_threads
+
+    def look(of: ProcessInstance) -> set[int]:
+        if of == hostile:
+            over.wait(DEADLINE_S)
+        return threads_of(of)
+
+    monkeypatch.setattr(smqueries, "querying_threads", look)
+    held = HeldQueries(limit_s=DEADLINE_S)
+    held.hold("d1", [hostile, client], lambda client: None)
+    until(lambda: states(client)[tid] == "t", "the thread is held")
+    held.release("d1")
+    until(lambda: states(client)[tid] != "t", "the thread goes on")
+    over.set()
+    held.close()
+
+
 def test_a_client_can_be_killed_while_it_is_held(client: ProcessInstance) -> None:
     (tid,) = smqueries.querying_threads(client)
     held = HeldQueries(limit_s=DEADLINE_S)
@@ -129,8 +154,35 @@ def test_a_client_under_a_debugger_is_left_alone(client: ProcessInstance) -> Non
     held = HeldQueries(limit_s=DEADLINE_S)
     held.hold("d1", [client], seen.put)
     assert seen.get(timeout=DEADLINE_S) == client
-    held.close()
-    letter = states(client)[tid]
+    # It is looked at again and again, and each time the debugger has it.
+    looks = [smqueries.querying_threads(client) for _ in range(50)]
+    assert refused == [0] and looks == [{tid}] * 50 and states(client)[tid] != "t"
     over.set()
     debugger.join()
-    assert refused == [0] and letter != "t"
+    until(lambda: states(client)[tid] == "t", "the thread is held once the debugger is gone")
+    held.close()
+
+
+def test_a_look_reads_no_page_that_is_not_present() -> None:
+    """Such a read could wait for the file system of a mapped file."""
+    with ExitStack() as stack:
+        opened = (smqueries._opened(stack, f"/proc/self/{name}") for name in ("mem", "pagemap"))
+        memory, entries = opened
+        pages = stack.enter_context(mmap.mmap(-1, 2 * procfs.PAGE_SIZE))
+        start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        assert smqueries._word(memory, entries, start) is None
+        pages[:8] = b"\1" * 8
+        assert smqueries._word(memory, entries, start + 4) == 0x01010101
+        assert smqueries._word(memory, entries, start + 2) is None
+        assert smqueries._word(memory, entries, start + procfs.PAGE_SIZE) is None
+
+
+def test_if_no_thread_can_be_started_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    held = HeldQueries()
+    with pytest.raises(RuntimeError, match="new thread"):
+        held.hold("d1", [ProcessInstance(2**22 + 1, 1)], lambda client: None)
+    held.close()

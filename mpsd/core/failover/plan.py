@@ -429,10 +429,10 @@ def _record(
         ):
             leave_behind(draft, participant, refusal)
         entries.append(_entry(draft.state, participant, refusal, participant.process in suspected))
-    all_known = not (domain.may_lack_clients or late or planned)
+    all_known = not (domain.may_lack_clients or late)
     if all_known and again is ReplayMode.IN_TURN and any(is_sm_exception(f) for f in faults):
         serialreplay.note_among(draft, here, told)
-    if all_known and domain.is_dead:
+    if all_known and again in (ReplayMode.IN_TURN, ReplayMode.AT_ONCE):
         queries.note_others(draft, domain, here, told)
     number = draft.state.next_failover
     draft.state = replace(draft.state, next_failover=number + 1)

@@ -21,12 +21,13 @@ from dataclasses import replace
 
 from mpsd.base.model import Confidence, ExceptionOwner, ProcessInstance, ReplayMode
 from mpsd.core.draft import Draft
-from mpsd.core.failover import outcomes, plan, serialreplay, suspects
+from mpsd.core.failover import outcomes, plan, queries, serialreplay, suspects
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.participants import FailoverRecord, Outcome, ParticipantOutcome, Standing, Turn
 from mpsd.core.faults import attribution as at
 from mpsd.core.faults import recording
 from mpsd.core.faults.records import Evidence, FaultRecord, Source
+from mpsd.core.state import State
 
 IN_ITS_CODE = "the exception was in its own code"
 HAD_ITS_ERROR = "its context had the error of a trap before it looked at the GPU"
@@ -61,10 +62,11 @@ def on_found_code(draft: Draft, event: mev.MemberFoundCode) -> None:
 def on_queried(draft: Draft, event: mev.ClientQueried) -> None:
     """Note that a client denies the trap of its domain, and name the offender if it was the last one to."""
     domain = draft.state.domains.get(event.domain)
-    if domain is None or domain.unheard is None or event.process not in domain.unheard:
+    is_unheard = domain is not None and domain.unheard is not None and event.process in domain.unheard
+    if domain is None or not is_unheard or not queries.is_held(draft.state, domain, event.process):
         draft.count("failover_words_ignored")
         return
-    draft.put_domain(replace(domain, unheard=domain.unheard - {event.process}))
+    draft.put_domain(replace(domain, unheard=(domain.unheard or frozenset()) - {event.process}))
     waiting = [m for m in draft.state.members.values() if m.turn is Turn.WAITS and m.whose in suspects.CLAIMS]
     for participant in waiting:
         record = outcomes.last_of(draft.state, participant.process)
@@ -80,14 +82,12 @@ def settle(draft: Draft, process: ProcessInstance) -> None:
     participant = draft.state.members.get(claims[0].process) if len(claims) == 1 else None
     if record is None or participant is None or not all(_denies(f, claims[0]) for f in told):
         return
+    fault = _unnamed(draft, record)
     # `among`: every client of the domain was told to move. A participant that had its turn is cleared.
-    faulted = draft.state.domains.get(record.domain)
-    all_queried = faulted is not None and faulted.unheard == frozenset()
-    others_deny = claims[0].whose is ExceptionOwner.FIRST and all_queried
+    others_deny = claims[0].whose is ExceptionOwner.FIRST and _others_deny(draft.state, record, fault)
     all_deny = participant.among or others_deny
     if not (all_deny and participant.turn is Turn.WAITS and participant.home == record.to):
         return
-    fault = _unnamed(draft, record)
     # Search the suspects of then: a program that has moved may no longer be a client of that domain.
     there = (
         (p for p in fault.suspects if p.id.process == participant.process) if fault is not None else iter(())
@@ -116,6 +116,17 @@ def settle(draft: Draft, process: ProcessInstance) -> None:
             draft.put_participant(replace(other, among=False, named=other.process == offender))
     serialreplay.end_turn(draft, offender)
     serialreplay.replay_together(draft, record.to)
+
+
+def _others_deny(state: State, record: FailoverRecord, fault: FaultRecord | None) -> bool:
+    """Return whether this fault is a trap, and all clients that take no part in this fail-over denied it.
+
+    They did not if a further participant was told to move later.
+    """
+    domain = state.domains.get(record.domain)
+    is_only = all(r.id == record.id for r in state.failovers if r.domain == record.domain)
+    is_trap = fault is not None and fault.fault_class == "sm-trap"
+    return is_only and is_trap and domain is not None and domain.unheard == frozenset()
 
 
 def _denies(entry: ParticipantOutcome, claim: ParticipantOutcome) -> bool:

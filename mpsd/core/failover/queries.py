@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from mpsd.base.model import FailoverMode, ProcessInstance
+from mpsd.core import proof
 from mpsd.core.draft import Draft
 from mpsd.core.effects import HoldQueries, ReleaseQueries
 from mpsd.core.failover import outcomes, suspects
@@ -34,9 +35,21 @@ def note_others(
     moving = [draft.state.members[process] for process in told]
     others = frozenset(here) - {m.process for m in moving if m.mode is FailoverMode.EXACT}
     draft.put_domain(replace(draft.state.domains[domain.id], unheard=others))
-    if moving and 0 < len(others) <= WATCHED_MOST:
+    held = frozenset(process for process in others if is_held(draft.state, domain, process))
+    if moving and 0 < len(held) <= WATCHED_MOST:
         draft.count("failover_queries_held")
-        draft.emit(HoldQueries(domain.id, others))
+        draft.emit(HoldQueries(domain.id, held))
+
+
+def is_held(state: State, domain: Domain, process: ProcessInstance) -> bool:
+    """Return whether queries of this process concern this faulted domain alone, and may be held.
+
+    A participant's proxy makes queries of its own, so they say nothing about its driver.
+    """
+    clients = [c for c in state.spaces_of(process) if c.living]
+    here = [c for c in clients if c.id.domain == domain.id and state.is_member(c)]
+    known = bool(here) and len(here) == len(clients) and process not in state.members
+    return known and all(proof.may_be_held(domain, client) for client in here)
 
 
 def follow(draft: Draft, before: State) -> None:

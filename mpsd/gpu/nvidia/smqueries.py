@@ -8,19 +8,20 @@ Each query takes the lock that the driver needs for a new context. On an H200 on
 in another domain wait for 160 to 412 ms, and not at all while it was stopped. The client is lost in any case,
 and learns that later. So mpsd holds the threads that query until participants have moved.
 
-A thread is stopped by ptrace(2), and only if it was seen in a query, so no other call of the client is
-interrupted. It goes on when the thread that stopped it ends, so no client stays stopped if mpsd dies. A
-client under a debugger is left alone.
+A thread is stopped by ptrace(2) if it was seen in a query; it may have begun another call by then. It goes on
+when the thread that stopped it ends, so no client stays stopped if mpsd dies. A client under a debugger is
+left alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import struct
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 
 from mpsd.base.model import ProcessInstance
 from mpsd.os import procfs
@@ -34,7 +35,10 @@ COMMAND_AT = 8
 LIMIT_S = 0.5
 """Longest time [s] that clients are watched, and their threads held. A context in a trial domain took 160 ms
 without queries; a program's kernels take up to as long again."""
-STEP_S = 0.002
+STEP_S, CLOSE_S = 0.002, 1.0
+THREADS_MOST = 64
+ENTRY, PRESENT = 8, 1 << 63
+"""Size [bytes] of an entry of /proc/PID/pagemap, and its bit for a page in memory (proc(5))."""
 SEIZE, INTERRUPT = 0x4206, 0x4207
 WALL = 0x40000000
 """__WALL of waitpid(2): wait for threads as well."""
@@ -42,10 +46,15 @@ Seen = Callable[[ProcessInstance], None]
 
 
 def querying_threads(client: ProcessInstance) -> set[int]:
-    """Return the threads of the client that are in an SM query now; none if mpsd may not see that."""
+    """Return the threads of the client that are in an SM query now; none if mpsd may not see that.
+
+    Only the first THREADS_MOST threads count.
+    """
     try:
-        calls = {tid: call for tid, call in procfs.calls(client.pid) if call[0] == procfs.IOCTL}
-        asked = {tid: call[3] for tid, call in calls.items() if call[2] == RM_CONTROL}
+        calls = dict(procfs.calls(client.pid, THREADS_MOST))
+        asked = {
+            tid: call[3] for tid, call in calls.items() if call[0] == procfs.IOCTL and call[2] == RM_CONTROL
+        }
         commands = _commands(client, asked) if asked else {}
         return {tid for tid, command in commands.items() if command in COMMANDS}
     except (OSError, ValueError):
@@ -55,13 +64,29 @@ def querying_threads(client: ProcessInstance) -> set[int]:
 
 def _commands(client: ProcessInstance, at: Mapping[int, int]) -> dict[int, int]:
     """Return the command of each thread. `at`: the address of its argument."""
-    memory = os.open(f"/proc/{client.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        raw = {tid: os.pread(memory, 4, address + COMMAND_AT) for tid, address in at.items()}
+    with ExitStack() as stack:
+        memory, pages = (_opened(stack, f"/proc/{client.pid}/{name}") for name in ("mem", "pagemap"))
+        words = {tid: _word(memory, pages, address + COMMAND_AT) for tid, address in at.items()}
         is_same = procfs.start_ticks(client.pid) == client.start_ticks
-    finally:
-        os.close(memory)
-    return {tid: struct.unpack("=I", word)[0] for tid, word in raw.items() if len(word) == 4 and is_same}
+    return {tid: word for tid, word in words.items() if word is not None and is_same}
+
+
+def _opened(stack: ExitStack, path: str) -> int:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _word(memory: int, pages: int, address: int) -> int | None:
+    """Return the u32 at this address; None if its page is not present.
+
+    Otherwise the read could wait for a file system of the client's own. The kernel has just read that page.
+    """
+    page = address // procfs.PAGE_SIZE
+    if address % 4 or not int.from_bytes(os.pread(pages, ENTRY, page * ENTRY), sys.byteorder) & PRESENT:
+        return None
+    raw = os.pread(memory, 4, address)
+    return int.from_bytes(raw, sys.byteorder) if len(raw) == 4 else None
 
 
 class HeldQueries:
@@ -69,52 +94,77 @@ class HeldQueries:
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
-        self._holds: dict[str, tuple[threading.Event, threading.Thread]] = {}
+        self._holds: dict[str, tuple[threading.Event, list[threading.Thread]]] = {}
 
-    def hold(self, domain: str, clients: Iterable[ProcessInstance], seen: Seen) -> None:
+    def hold(self, domain: str, clients: Collection[ProcessInstance], seen: Seen) -> None:
         """Hold the queries of these clients, until release() or the time limit.
 
-        `seen`: called once for each client that makes one, by another thread.
+        `seen`: called once for each client that makes one, by another thread. Raises RuntimeError, and holds
+        none, if no further thread can be started.
         """
         self.release(domain)
-        over = threading.Event()
-        about = frozenset(clients), over, self._limit_s, seen
-        thread = threading.Thread(target=_hold, args=about, name=f"hold-{domain}", daemon=True)
-        self._holds[domain] = over, thread
-        thread.start()
+        over, until = threading.Event(), time.monotonic() + self._limit_s
+        threads: list[threading.Thread] = []
+        self._holds[domain] = over, threads
+        # One thread for each, so that no client delays another one's release.
+        for client in clients:
+            about = (client, len(clients), over, until, seen)
+            thread = threading.Thread(target=_hold, args=about, name=f"hold-{client.pid}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                self.release(domain)
+                raise
+            threads.append(thread)
 
     def release(self, domain: str) -> None:
         """Let the clients go on. Returns at once."""
-        over, _ = self._holds.pop(domain, (None, None))
+        over, _ = self._holds.pop(domain, (None, []))
         if over is not None:
             over.set()
 
     def close(self) -> None:
-        """Let all clients go on, and wait until they can."""
+        """Let all clients go on, and wait until they can, CLOSE_S at most."""
         holds, self._holds = self._holds, {}
         for over, _ in holds.values():
             over.set()
-        for _, thread in holds.values():
-            thread.join()
+        until = time.monotonic() + CLOSE_S
+        for thread in [thread for _, threads in holds.values() for thread in threads]:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
-def _hold(clients: frozenset[ProcessInstance], over: threading.Event, limit_s: float, seen: Seen) -> None:
-    """Hold threads until `over` is set. The kernel lets them go on when this thread ends (ptrace(2))."""
+def _hold(client: ProcessInstance, count: int, over: threading.Event, until: float, seen: Seen) -> None:
+    """Hold threads of a client until `over` is set. The kernel lets them go on when this thread ends.
+
+    `count`: of clients that are held, each by such a thread. Together they take a fifth of a processor.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-    held: set[tuple[ProcessInstance, int]] = set()
-    told: set[ProcessInstance] = set()
-    until = time.monotonic() + limit_s
-    while not over.wait(STEP_S) and time.monotonic() < until:
-        held = {(client, tid) for client, tid in held if _lives(tid)}
-        for client in clients:
-            querying = querying_threads(client)
-            if querying and client not in told:
-                told.add(client)
-                seen(client)
-            for tid in querying:
-                if (client, tid) not in held and _stop(libc, client, tid):
-                    held.add((client, tid))
+    held: set[int] = set()
+    told, pause_s = False, STEP_S
+    while not over.wait(pause_s) and time.monotonic() < until:
+        began = time.monotonic()
+        held = {tid for tid in held if _lives(tid)}
+        querying = querying_threads(client)
+        if querying and not told:
+            told = True
+            seen(client)
+        for tid in querying - held:
+            if not libc.ptrace(SEIZE, tid, None, None):
+                held.add(tid)
+                if not _interrupt(libc, client, tid):
+                    return
+        pause_s = count * max(STEP_S, 4 * (time.monotonic() - began))
+
+
+def _interrupt(libc: ctypes.CDLL, client: ProcessInstance, tid: int) -> bool:
+    """Stop this traced thread, whose number stays taken; False if it is another process's, or cannot stop."""
+    try:
+        is_same = os.path.exists(f"/proc/{client.pid}/task/{tid}")
+        is_same = is_same and procfs.start_ticks(client.pid) == client.start_ticks
+    except OSError:
+        is_same = False
+    return is_same and not libc.ptrace(INTERRUPT, tid, None, None)
 
 
 def _lives(tid: int) -> bool:
@@ -124,16 +174,3 @@ def _lives(tid: int) -> bool:
     except ChildProcessError:
         return False
     return not ended or os.WIFSTOPPED(status)
-
-
-def _stop(libc: ctypes.CDLL, client: ProcessInstance, tid: int) -> bool:
-    """Stop this thread; False if it is another process's by now, or is traced, or may not be."""
-    if libc.ptrace(SEIZE, tid, None, None):
-        return False
-    # From here on its number stays taken.
-    try:
-        is_same = os.path.exists(f"/proc/{client.pid}/task/{tid}")
-        is_same = is_same and procfs.start_ticks(client.pid) == client.start_ticks
-    except OSError:
-        is_same = False
-    return is_same and not libc.ptrace(INTERRUPT, tid, None, None)
