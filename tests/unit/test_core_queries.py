@@ -41,10 +41,11 @@ def trapped(*strangers: int) -> Site:
     return world
 
 
-def trap(world: Site) -> None:
-    world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
-    world.kernel(43, "channel 0x1", server_of("d1").pid, "nvidia-cuda-mps")
-    assert world.record().fault_class == "sm-trap"
+def trap(world: Site, domain: str = "d1") -> None:
+    world.do(ev.ServerFatalLogged(domain, "Server is handling a fatal GPU error."))
+    world.kernel(43, "channel 0x1", server_of(domain).pid, "nvidia-cuda-mps")
+    record = max(world.records().values(), key=lambda r: r.id)
+    assert (record.domain, record.fault_class) == (domain, "sm-trap")
 
 
 def finds(world: Site, pid: int, whose: ExceptionOwner) -> None:
@@ -174,6 +175,29 @@ def test_nobody_is_named_where_a_participant_came_late() -> None:
     moves(world, {12: FIRST, 10: FIRST})
     queries(world, 12)
     assert killed(world) == set() and offender(world)[0] is None
+
+
+def test_a_trial_after_an_earlier_fault_does_not_keep_queries_from_denying_the_next_one() -> None:
+    world = all_told(10, 11, 12)
+    another(world, STRANGER, "a stranger")
+    trap(world)
+    moves(world, {10: FIRST, 11: NO_SIGN, 12: NO_SIGN})
+    world.started("d3")
+    world.is_ready(10, 3)
+    arrives(world)
+    for pid, generation in ((10, 3), (11, 2), (12, 2)):
+        world.do(mev.MemberDone(process(pid), generation))
+    assert killed(world) == set()
+    world.started("d4")
+    for pid in (11, 12):
+        world.is_ready(pid, 4)
+    world.attach(SECOND_STRANGER, "d2")
+    trap(world, "d2")
+    queries(world, SECOND_STRANGER, "d2")
+    for pid, whose in ((12, NO_SIGN), (11, FIRST)):
+        world.do(mev.MemberFoundCode(process(pid), 4, whose))
+        arrives(world, pid, 4)
+    assert killed(world) == {11}
 
 
 @pytest.mark.parametrize("how", ["one in mode keep", "one that is not ready"])

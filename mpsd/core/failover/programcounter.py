@@ -124,7 +124,8 @@ def _others_deny(state: State, record: FailoverRecord, fault: FaultRecord | None
     They did not if a further participant was told to move later.
     """
     domain = state.domains.get(record.domain)
-    is_only = all(r.id == record.id for r in state.failovers if r.domain == record.domain)
+    of_fault = (r for r in state.failovers if r.domain == record.domain and r.fault is not None)
+    is_only = all(r.id == record.id for r in of_fault)
     is_trap = fault is not None and fault.fault_class == "sm-trap"
     return is_only and is_trap and domain is not None and domain.unheard == frozenset()
 

@@ -35,7 +35,7 @@ COMMAND_AT = 8
 LIMIT_S = 0.5
 """Longest time [s] that clients are watched, and their threads held. A context in a trial domain took 160 ms
 without queries; a program's kernels take up to as long again."""
-STEP_S, CLOSE_S = 0.002, 1.0
+STEP_S, CLOSE_S = 0.001, 1.0
 THREADS_MOST = 64
 ENTRY, PRESENT = 8, 1 << 63
 """Size [bytes] of an entry of /proc/PID/pagemap, and its bit for a page in memory (proc(5))."""
@@ -136,7 +136,7 @@ class HeldQueries:
 def _hold(client: ProcessInstance, count: int, over: threading.Event, until: float, seen: Seen) -> None:
     """Hold threads of a client until `over` is set. The kernel lets them go on when this thread ends.
 
-    `count`: of clients that are held, each by such a thread. Together they take a fifth of a processor.
+    `count`: of clients that are held, each by such a thread. Together they take a third of a processor.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -154,7 +154,7 @@ def _hold(client: ProcessInstance, count: int, over: threading.Event, until: flo
                 held.add(tid)
                 if not _interrupt(libc, client, tid):
                     return
-        pause_s = count * max(STEP_S, 4 * (time.monotonic() - began))
+        pause_s = count * max(STEP_S, 2 * (time.monotonic() - began))
 
 
 def _interrupt(libc: ctypes.CDLL, client: ProcessInstance, tid: int) -> bool:
