@@ -182,8 +182,8 @@ class Domain:
     until a list has told. A domain that hands its path over has such times too: see mpsd.core.slots.
     `unpinned`: the number of listed clients that mpsd does not show for want of descriptors.
     `successor`: it was started to take the place of an idle domain.
-    `unheard`: the processes with work here at its fault that were not told to move in mode exact, and were
-    not seen to query the SMs since; None: no fault, or not known.
+    `without_denial`: the processes with work here at its fault that were not told to move in mode exact, and
+    have not denied a trap by an SM query; None: no fault, or not known.
     """
 
     id: str
@@ -211,7 +211,7 @@ class Domain:
     foreign: tuple[float, float] | None = None
     unpinned: int = 0
     successor: bool = False
-    unheard: frozenset[ProcessInstance] | None = None
+    without_denial: frozenset[ProcessInstance] | None = None
 
     @property
     def may_lack_clients(self) -> bool:

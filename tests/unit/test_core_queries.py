@@ -309,4 +309,4 @@ def test_what_nobody_was_asked_about_is_ignored() -> None:
     for pid, domain in ((11, "d1"), (STRANGER, "d2"), (STRANGER, "d9")):
         queries(world, pid, domain)
     assert world.state.counters["failover_words_ignored"] == ignored + 3
-    assert world.domain("d1").unheard == frozenset({process(STRANGER)})
+    assert world.domain("d1").without_denial == frozenset({process(STRANGER)})

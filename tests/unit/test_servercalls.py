@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -16,6 +15,7 @@ from mpsd.mps import servercalls
 from mpsd.mps.servercalls import APART_S, LIMIT_S, LONG_S, Call, CallDurations
 from mpsd.os import procfs
 from tests.support.core import server_of
+from tests.support.indriver import process_in_ioctl
 from tests.support.simnode import until
 
 FIRST, OTHER = (7, (16, 10, 0xC020462A, 0x7F00)), (7, (16, 10, 0xC020462A, 0x7F80))
@@ -95,13 +95,8 @@ def test_the_kernel_says_in_which_call_a_thread_is(reader: subprocess.Popen[byte
 
 @pytest.fixture
 def at_fault() -> Iterator[ProcessInstance]:
-    program = [sys.executable, "-m", "tests.support.intodriver"]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as made:
-        assert made.stdout is not None
-        said = made.stdout.readline().strip().decode()
-        if said != "ready":
-            pytest.skip(f"no filter of system calls here: {said}")
-        yield ProcessInstance(made.pid, procfs.start_ticks(made.pid))
+    with process_in_ioctl() as found:
+        yield found
 
 
 def test_a_process_that_stays_in_an_ioctl_is_found_beside_one_that_does_not(

@@ -7,8 +7,6 @@ import mmap
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,6 +18,7 @@ from mpsd.base.model import ProcessInstance
 from mpsd.gpu.nvidia import smqueries
 from mpsd.gpu.nvidia.smqueries import RM_CONTROL, SEIZE, HeldQueries
 from mpsd.os import procfs
+from tests.support.indriver import process_in_ioctl
 from tests.support.waiting import DEADLINE_S, until
 
 READ, CLEAR, ECC_STATUS = 0x83DE030C, 0x83DE0310, 0x2080012F
@@ -28,16 +27,8 @@ READ, CLEAR, ECC_STATUS = 0x83DE030C, 0x83DE0310, 0x2080012F
 @pytest.fixture
 def client(request: pytest.FixtureRequest) -> Iterator[ProcessInstance]:
     """Return a process with a thread that stays in an ioctl. `param`: the request and the command."""
-    request_and_command = getattr(request, "param", (RM_CONTROL, READ))
-    program = [sys.executable, "-m", "tests.support.intodriver", *map(str, request_and_command)]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as made:
-        assert made.stdout is not None
-        said = made.stdout.readline().strip().decode()
-        if said != "ready":
-            pytest.skip(f"no filter of system calls here: {said}")
-        until(lambda: any(c[0] == procfs.IOCTL for _, c in procfs.calls(made.pid)), "the ioctl")
-        yield ProcessInstance(made.pid, procfs.start_ticks(made.pid))
-        made.kill()
+    with process_in_ioctl(*getattr(request, "param", (RM_CONTROL, READ))) as found:
+        yield found
 
 
 def states(client: ProcessInstance) -> dict[int, str]:
@@ -170,11 +161,11 @@ def test_a_look_reads_no_page_that_is_not_present() -> None:
         memory, entries = opened
         pages = stack.enter_context(mmap.mmap(-1, 2 * procfs.PAGE_SIZE))
         start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-        assert smqueries._word(memory, entries, start) is None
+        assert smqueries._u32(memory, entries, start) is None
         pages[:8] = b"\1" * 8
-        assert smqueries._word(memory, entries, start + 4) == 0x01010101
-        assert smqueries._word(memory, entries, start + 2) is None
-        assert smqueries._word(memory, entries, start + procfs.PAGE_SIZE) is None
+        assert smqueries._u32(memory, entries, start + 4) == 0x01010101
+        assert smqueries._u32(memory, entries, start + 2) is None
+        assert smqueries._u32(memory, entries, start + procfs.PAGE_SIZE) is None
 
 
 def test_if_no_thread_can_be_started_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

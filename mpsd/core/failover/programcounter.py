@@ -62,13 +62,14 @@ def on_found_code(draft: Draft, event: mev.MemberFoundCode) -> None:
 def on_queried(draft: Draft, event: mev.ClientQueried) -> None:
     """Note that a client denies the trap of its domain, and name the offender if it was the last one to."""
     domain = draft.state.domains.get(event.domain)
-    is_unheard = domain is not None and domain.unheard is not None and event.process in domain.unheard
-    if domain is None or not is_unheard or not queries.is_held(draft.state, domain, event.process):
+    remaining = (domain.without_denial if domain is not None else None) or frozenset()
+    watched = domain is not None and queries.may_be_watched(draft.state, domain, event.process)
+    if domain is None or event.process not in remaining or not watched:
         draft.count("failover_words_ignored")
         return
-    draft.put_domain(replace(domain, unheard=(domain.unheard or frozenset()) - {event.process}))
-    waiting = [m for m in draft.state.members.values() if m.turn is Turn.WAITS and m.whose in suspects.CLAIMS]
-    for participant in waiting:
+    draft.put_domain(replace(domain, without_denial=remaining - {event.process}))
+    waits = (m for m in draft.state.members.values() if m.turn is Turn.WAITS)
+    for participant in [m for m in waits if m.whose in suspects.CLAIMS]:
         record = outcomes.last_of(draft.state, participant.process)
         if record is not None and record.domain == event.domain:
             settle(draft, participant.process)
@@ -127,7 +128,7 @@ def _others_deny(state: State, record: FailoverRecord, fault: FaultRecord | None
     of_fault = (r for r in state.failovers if r.domain == record.domain and r.fault is not None)
     is_only = all(r.id == record.id for r in of_fault)
     is_trap = fault is not None and fault.fault_class == "sm-trap"
-    return is_only and is_trap and domain is not None and domain.unheard == frozenset()
+    return is_only and is_trap and domain is not None and domain.without_denial == frozenset()
 
 
 def _denies(entry: ParticipantOutcome, claim: ParticipantOutcome) -> bool:

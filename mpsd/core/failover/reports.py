@@ -1,5 +1,5 @@
-"""Reports of fail-over participants about themselves (mpsd/docs/proxy-failover.md), and of clients beside
-them."""
+"""Reports of fail-over participants about themselves (mpsd/docs/proxy-failover.md), and one observation of
+other clients."""
 
 from __future__ import annotations
 

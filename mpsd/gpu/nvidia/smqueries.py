@@ -4,9 +4,8 @@ After a trap or breakpoint, the author's driver has its error at once and makes 
 author does next. The driver of any other client makes a hundred and more, for tens of milliseconds
 (mpsd/docs/mechanisms-failover.md). After an exception with an address, authors query as well.
 
-Each query takes the lock that the driver needs for a new context. On an H200 one lost client made a context
-in another domain wait for 160 to 412 ms, and not at all while it was stopped. The client is lost in any case,
-and learns that later. So mpsd holds the threads that query until participants have moved.
+Each query takes the lock that the driver needs for a new context. The client is lost in any case. So mpsd
+holds the threads that query until participants have moved, and the client learns of its loss later.
 
 A thread is stopped by ptrace(2) if it was seen in a query; it may have begun another call by then. It goes on
 when the thread that stopped it ends, so no client stays stopped if mpsd dies. A client under a debugger is
@@ -33,10 +32,14 @@ COMMANDS = frozenset({0x83DE030C, 0x83DE0310})
 COMMAND_AT = 8
 """Offset [bytes] of the command, a u32, in the argument of the ioctl."""
 LIMIT_S = 0.5
-"""Longest time [s] that clients are watched, and their threads held. A context in a trial domain took 160 ms
-without queries; a program's kernels take up to as long again."""
-STEP_S, CLOSE_S = 0.001, 1.0
+"""Longest time [s] that clients are watched, and their threads held. A context in a trial domain takes 160 ms
+without queries, and loading a program's kernels may take as long again."""
+STEP_S = 0.001
+"""Shortest pause [s] between two looks at a client. A query takes about as long."""
+CLOSE_S = 1.0
+"""Longest time [s] that the end of mpsd waits for the release of clients."""
 THREADS_MOST = 64
+"""Number of a client's threads that mpsd looks at, the oldest first."""
 ENTRY, PRESENT = 8, 1 << 63
 """Size [bytes] of an entry of /proc/PID/pagemap, and its bit for a page in memory (proc(5))."""
 SEIZE, INTERRUPT = 0x4206, 0x4207
@@ -66,9 +69,9 @@ def _commands(client: ProcessInstance, at: Mapping[int, int]) -> dict[int, int]:
     """Return the command of each thread. `at`: the address of its argument."""
     with ExitStack() as stack:
         memory, pages = (_opened(stack, f"/proc/{client.pid}/{name}") for name in ("mem", "pagemap"))
-        words = {tid: _word(memory, pages, address + COMMAND_AT) for tid, address in at.items()}
+        values = {tid: _u32(memory, pages, address + COMMAND_AT) for tid, address in at.items()}
         is_same = procfs.start_ticks(client.pid) == client.start_ticks
-    return {tid: word for tid, word in words.items() if word is not None and is_same}
+    return {tid: value for tid, value in values.items() if value is not None and is_same}
 
 
 def _opened(stack: ExitStack, path: str) -> int:
@@ -77,10 +80,11 @@ def _opened(stack: ExitStack, path: str) -> int:
     return fd
 
 
-def _word(memory: int, pages: int, address: int) -> int | None:
+def _u32(memory: int, pages: int, address: int) -> int | None:
     """Return the u32 at this address; None if its page is not present.
 
-    Otherwise the read could wait for a file system of the client's own. The kernel has just read that page.
+    The kernel has just read the argument of a query, so its page is present. A read of any other page could
+    wait for a file system of the client's own.
     """
     page = address // procfs.PAGE_SIZE
     if address % 4 or not int.from_bytes(os.pread(pages, ENTRY, page * ENTRY), sys.byteorder) & PRESENT:
@@ -136,7 +140,8 @@ class HeldQueries:
 def _hold(client: ProcessInstance, count: int, over: threading.Event, until: float, seen: Seen) -> None:
     """Hold threads of a client until `over` is set. The kernel lets them go on when this thread ends.
 
-    `count`: of clients that are held, each by such a thread. Together they take a third of a processor.
+    `count`: the number of clients that are watched, each by such a thread. Together these threads take at
+    most half a processor.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -158,7 +163,7 @@ def _hold(client: ProcessInstance, count: int, over: threading.Event, until: flo
 
 
 def _interrupt(libc: ctypes.CDLL, client: ProcessInstance, tid: int) -> bool:
-    """Stop this traced thread, whose number stays taken; False if it is another process's, or cannot stop."""
+    """Stop a thread, whose id stays in use because it is traced; False if it is not the client's."""
     try:
         is_same = os.path.exists(f"/proc/{client.pid}/task/{tid}")
         is_same = is_same and procfs.start_ticks(client.pid) == client.start_ticks
@@ -168,7 +173,7 @@ def _interrupt(libc: ctypes.CDLL, client: ProcessInstance, tid: int) -> bool:
 
 
 def _lives(tid: int) -> bool:
-    """Return whether this held thread lives. The end of a client that is killed waits for this answer."""
+    """Return whether this held thread lives. A killed client ends only after this call (ptrace(2))."""
     try:
         ended, status = os.waitpid(tid, os.WNOHANG | WALL)
     except ChildProcessError:
