@@ -323,7 +323,8 @@ class Move:
     """Tell a program to fail over to its standby context now. `why` is for its log.
 
     `planned`: the old context works, so the program finishes its work there first. `again`: treatment of the
-    work in flight (mode exact).
+    work in flight (mode exact). `exception_logged`: the driver logged an SM exception, or may have done so.
+    Otherwise no SM keeps the program counter of one, and programs that search for it only delay each other.
     """
 
     process: ProcessInstance
@@ -331,6 +332,7 @@ class Move:
     why: str
     planned: bool = False
     again: ReplayMode = ReplayMode.LOST
+    exception_logged: bool = True
 
 
 @dataclass(frozen=True, slots=True)

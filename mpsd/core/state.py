@@ -113,6 +113,8 @@ class Policy:
     gpus_without_failover: frozenset[str] = frozenset()
     # Memory of each GPU [bytes], by UUID.
     gpu_memory: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    # Whether mpsd sees each Xid of the driver in the kernel log.
+    reads_kernel_log: bool = False
     # Most standby contexts on one GPU.
     standby_contexts: int = 12
     # Thousandths of an epoch that saving may add in mode exact; 0: no limit.

@@ -340,6 +340,8 @@ class Daemon(NodeViews):
             prefetch(event.facts.uid)
         elif isinstance(event, ev.SlotWanted) and event.uid is not None:
             prefetch(event.uid)
+        elif isinstance(event, ev.ServerFatalLogged):
+            self._sources.read_kernel_log()
         self.runtime.post(event)
         if isinstance(event, ev.ClientAttached):
             self.isolation.attached(event.process)

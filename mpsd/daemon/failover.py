@@ -196,7 +196,7 @@ class FailoverService:
         self._server.tell(effect.process, message)
 
     def move(self, effect: fx.Move) -> None:
-        values = (int(effect.planned), int(effect.again))
+        values = (int(effect.planned), int(effect.again), int(not effect.exception_logged))
         message = Message(Kind.MOVE, generation=effect.generation, values=values, text=effect.why)
         self._server.tell(effect.process, message)
 

@@ -27,14 +27,20 @@ class FaultSources:
             self._sources.append(xids)
         except MpsdError as error:
             self.conditions.append(Condition(Code.XIDS_NOT_SEEN, detail=str(error)))
-        kernel_log = backend.kernel_log
-        if kernel_log is None:
+        self._kernel_log = backend.kernel_log
+        if self._kernel_log is None:
             self.conditions.append(Condition(Code.KERNEL_LOG_NOT_READ))
         else:
-            self._loop.add_reader(kernel_log.fileno(), self._read_kernel_log, kernel_log)
-            self._sources.append(kernel_log)
+            self._loop.add_reader(self._kernel_log.fileno(), self._read_kernel_log, self._kernel_log)
+            self._sources.append(self._kernel_log)
+
+    def read_kernel_log(self) -> None:
+        """Post the Xids of the kernel log up to now, before an event that is decided with their help."""
+        if self._kernel_log is not None:
+            self._read_kernel_log(self._kernel_log)
 
     def close(self) -> None:
+        self._kernel_log = None
         for source in self._sources:
             self._loop.remove_reader(source.fileno())
             source.close()
@@ -56,5 +62,7 @@ class FaultSources:
         except (MpsdError, OSError) as error:
             # Without this the descriptor would stay readable forever.
             self._loop.remove_reader(source.fileno())
+            if source is self._kernel_log:
+                self._kernel_log = None
             self.conditions.append(Condition(Code.SIGNS_LOST, detail=str(error)))
             return ()

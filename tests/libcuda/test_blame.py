@@ -65,9 +65,9 @@ def in_flight(line: Line, ask: Program, gate: Gate, second: Domain, copies: Path
     assert ask("gpu.run('add', m, 8, 1)") == "0"
 
 
-def looked(line: Line, again: int = IN_TURN) -> int:
+def looked(line: Line, again: int = IN_TURN, *, unlogged: bool = False) -> int:
     """Return the finding that the program reports before it reports the move; 0: no finding."""
-    line.say(moving.MOVE, 1, again=again)
+    line.say(moving.MOVE, 1, again=again, unlogged=unlogged)
     found = 0
     while (said := line.hear(moving.LOOKED, moving.MOVED, moving.OWN_ERROR)).kind != moving.MOVED:
         if said.kind == moving.LOOKED:
@@ -105,6 +105,26 @@ def test_a_program_says_whether_it_was_in_its_own_code(
         # The stand-in reports the lost context first and queries its cause a moment later.
         until(lambda: (tmp_path / "asked").exists())
     assert looked(line) == whose
+    goes_on(line, ask)
+
+
+def test_the_sms_are_not_read_where_no_exception_was_logged(
+    domain: Domain,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    gate: Gate,
+    copies: Path,
+    kept: Path,
+    tmp_path: Path,
+) -> None:
+    """The SMs keep an address in the program's own code, which the program would find there."""
+    line = post.greet(moving.EXACT, look=2)
+    in_flight(line, ask, gate, second, copies)
+    kept.write_text(f"{code_of(ask):x}")
+    break_domain(domain)
+    until(lambda: (tmp_path / "asked").exists())
+    assert looked(line, unlogged=True) == NO_SIGN
     goes_on(line, ask)
 
 

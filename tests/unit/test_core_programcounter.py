@@ -241,3 +241,18 @@ def test_what_was_found_once_is_forgotten_with_the_next_fault() -> None:
     lose(world, "d2")
     told = world.told()
     assert told and all(world.state.members[process(pid)].whose is UNKNOWN for pid in told)
+
+
+@pytest.mark.parametrize("reads_kernel_log", [True, False])
+@pytest.mark.parametrize("xid", [13, 31, None])
+def test_programs_are_told_whether_the_driver_logged_an_exception(
+    xid: int | None, reads_kernel_log: bool
+) -> None:
+    """A trap has no Xid 13. Where mpsd does not read the kernel log there may have been one."""
+    world = all_told(10, 11)
+    world.state = replace(world.state, policy=replace(world.state.policy, reads_kernel_log=reads_kernel_log))
+    if xid is not None:
+        world.kernel(xid, "Graphics SM Warp Exception on (GPC 0, TPC 0, SM 0): Misaligned Address", None, "")
+    world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
+    told = {e.process.pid: e.exception_logged for e in world.made(fx.Move)}
+    assert told == dict.fromkeys((10, 11), xid == 13 or not reads_kernel_log)

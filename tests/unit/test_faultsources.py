@@ -8,6 +8,8 @@ from typing import Any
 
 from mpsd.base.conditions import Code, Condition
 from mpsd.base.errors import GpuError
+from mpsd.base.model import KernelXid
+from mpsd.core import events as ev
 from mpsd.daemon.faultsources import FaultSources
 
 
@@ -68,3 +70,47 @@ def test_missing_sources_are_conditions() -> None:
 def test_a_source_that_ends_is_told_once() -> None:
     lost = Condition(Code.SIGNS_LOST, detail="NVML is gone")
     assert conditions(Backend(Source(), Source()), 2) == [lost, lost]
+
+
+class KernelLog(Source):
+    """A kernel log with one Xid in it."""
+
+    def drain(self) -> list[KernelXid]:
+        return [KernelXid("0000:01:00.0", 13, None, "", "an Xid", 1)] if drained(self.reader) else []
+
+
+def drained(reader: int) -> bytes:
+    try:
+        return os.read(reader, 1)
+    except BlockingIOError:
+        return b""
+
+
+def test_the_kernel_log_is_read_at_once_before_an_event_that_needs_it() -> None:
+    seen: list[ev.Event] = []
+
+    async def run() -> None:
+        sources = FaultSources(Backend(GpuError("no driver"), KernelLog()), [], seen.append)  # type: ignore[arg-type]
+        try:
+            sources.read_kernel_log()
+            assert [e.xid.xid for e in seen if isinstance(e, ev.KernelXidSeen)] == [13]
+            sources.read_kernel_log()
+            assert len(seen) == 1
+        finally:
+            sources.close()
+        sources.read_kernel_log()
+
+    asyncio.run(run())
+
+
+def test_a_lost_kernel_log_is_read_no_more() -> None:
+    async def run() -> list[Condition]:
+        sources = FaultSources(Backend(GpuError("no driver"), Source()), [], lambda event: None)  # type: ignore[arg-type]
+        try:
+            sources.read_kernel_log()
+            sources.read_kernel_log()
+            return sources.conditions
+        finally:
+            sources.close()
+
+    assert [c.code for c in asyncio.run(run())] == [Code.XIDS_NOT_SEEN, Code.SIGNS_LOST]

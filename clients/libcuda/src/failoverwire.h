@@ -67,7 +67,8 @@
  *	MOVE		generation: go on there now; values: 0: its domain is lost, 1: it is to be left, and the
  *			program ends its work there first; what was in flight is 0: lost, 1: done again, 2: done
  *			again when it has its turn, 3: the same, but no TURN comes: it has that as soon as it has
- *			moved, maybe beside others (mode exact); text: why
+ *			moved, maybe beside others (mode exact); 1: the driver logged no SM exception, so no SM keeps an
+ *			address of one (a program of an earlier release reads them all the same); text: why
  */
 #pragma once
 

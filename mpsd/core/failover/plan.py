@@ -267,6 +267,7 @@ def _tell(
     *,
     planned: bool = False,
     again: ReplayMode = ReplayMode.LOST,
+    exception_logged: bool = True,
 ) -> None:
     is_suspect = suspects.is_suspect(participant) and participant.turn is Turn.WAITS
     if is_suspect and again in (ReplayMode.AGAIN, ReplayMode.AT_ONCE):
@@ -275,7 +276,7 @@ def _tell(
     again = again if participant.mode is FailoverMode.EXACT else ReplayMode.LOST
     # On a guess it is told to wait for its turn, too: it looks for the fault in its own code first.
     said = ReplayMode.IN_TURN if again is ReplayMode.AT_ONCE else again
-    draft.emit(Move(participant.process, participant.generation, why, planned, said))
+    draft.emit(Move(participant.process, participant.generation, why, planned, said, exception_logged))
     told = tuple(t for t in participant.told if draft.now - t < MINUTE_S)
     if why not in (suspects.TRIAL_MOVE, suspects.JOIN_MOVE):
         told = (*told, draft.now)
@@ -417,11 +418,12 @@ def _record(
         again = ReplayMode.AT_ONCE
     if domain.is_dead:
         serialreplay.end_all_turns(draft, domain)
+    logged = _exception_logged(draft.state, domain, faults, draft.now)
     entries = []
     for process, refusal in refusals.items():
         participant = draft.state.members[process]
         if not refusal:
-            _tell(draft, participant, trigger, planned=planned, again=again)
+            _tell(draft, participant, trigger, planned=planned, again=again, exception_logged=logged)
         elif (
             participant.process in sure
             or device_failure
@@ -480,6 +482,16 @@ def is_sm_exception(fault: FaultRecord) -> bool:
     too."""
     reported = any(e.source not in (Source.SERVER_STATE, Source.PROCESS) for e in fault.evidence)
     return reported and fault.fault_class.startswith("sm-")
+
+
+def _exception_logged(state: State, domain: Domain, faults: Iterable[FaultRecord], now: float) -> bool:
+    """Return whether the driver logged an SM exception (Xid 13) of this domain, or may have done so.
+
+    After a trap it logs none. After any other SM exception it does before the server logs its fault.
+    """
+    signs = [e for record in faults for e in record.evidence]
+    signs += [s.evidence for s in at.matching_unattributed(state, domain.gpus, now)]
+    return not state.policy.reads_kernel_log or any(e.xid == at.SM_EXCEPTION_XID for e in signs)
 
 
 def name_by_replay(draft: Draft, record: FaultRecord) -> FaultRecord:

@@ -24,6 +24,7 @@ EVIDENCE_KEPT = 16
 DEATH_WINDOW_S = 1.0
 # NVML reports an Xid about 40 ms after the kernel log.
 NVML_DELAY_S = 0.5
+SM_EXCEPTION_XID = 13
 RESET_XID = 43
 # Xids 13, 31 and 43 come up to 0.4 s after the first sign (measured on an H200).
 LATE_XID_S = 1.0
@@ -292,7 +293,7 @@ def _refined_class(record: FaultRecord, sign: Evidence) -> str:
     current = record.fault_class
     if sign.source is not Source.KERNEL_LOG:
         return _by_number(current, sign.xid)
-    if sign.xid == 13 and current in ("sm-exception", "sm-trap"):
+    if sign.xid == SM_EXCEPTION_XID and current in ("sm-exception", "sm-trap"):
         return taxonomy.classify_sm(sign.says) or current
     current = _by_number(current, sign.xid)
     if sign.xid == 31 and current in taxonomy.MMU_CLASSES:

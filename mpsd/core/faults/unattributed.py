@@ -12,7 +12,6 @@ from mpsd.core.faults.records import Evidence, FaultRecord, Source
 from mpsd.core.state import State, UnattributedXid
 
 UNATTRIBUTED_RETAINED = 64
-SM_EXCEPTION = 13
 
 
 def take(draft: Draft, record: FaultRecord) -> tuple[Evidence, ...]:
@@ -34,7 +33,7 @@ def take(draft: Draft, record: FaultRecord) -> tuple[Evidence, ...]:
 def is_exception(unattributed: UnattributedXid) -> bool:
     """Return whether the kernel log reports an SM exception without naming a process."""
     return (
-        unattributed.xid == SM_EXCEPTION
+        unattributed.xid == at.SM_EXCEPTION_XID
         and unattributed.evidence.source is Source.KERNEL_LOG
         and not unattributed.foreign
     )

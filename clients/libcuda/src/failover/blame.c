@@ -41,6 +41,7 @@ struct subject {
 	uint64_t moves;
 	const struct mpsd_tables *tables;
 	CUcontext context;		/* NULL: it is not asked how it is */
+	bool was_logged;
 };
 
 static struct {
@@ -148,7 +149,7 @@ static enum mpsd_failover_whose ask_context(const struct subject *of, enum mpsd_
 static void *run(void *argument)
 {
 	struct subject *of = argument;
-	enum mpsd_failover_whose whose = look_at(of->number);
+	enum mpsd_failover_whose whose = of->was_logged ? look_at(of->number) : MPSD_FAILOVER_WHOSE_NO_SIGN;
 
 	if (!whose || whose == MPSD_FAILOVER_WHOSE_NO_SIGN)
 		whose = ask_context(of, whose);
@@ -197,7 +198,7 @@ static void await_look(int milliseconds)
 		;
 }
 
-void mpsd_blame_begin(unsigned int number)
+void mpsd_blame_begin(unsigned int number, bool was_logged)
 {
 	struct mpsd_owned devices[MPSD_OWNED_MOST];
 	struct subject *of = mpsd_owned_devices(number, devices) ? malloc(sizeof(*of)) : NULL;
@@ -206,7 +207,7 @@ void mpsd_blame_begin(unsigned int number)
 	if (!of)
 		return;
 	pthread_mutex_lock(&look_lock);
-	*of = (struct subject){ number, ++look.serial, moves, mpsd_tables(), find_context() };
+	*of = (struct subject){ number, ++look.serial, moves, mpsd_tables(), find_context(), was_logged };
 	look.whose = MPSD_FAILOVER_WHOSE_UNKNOWN;
 	enter(moves);
 	look.is_on = mpsd_thread_start(run, of);

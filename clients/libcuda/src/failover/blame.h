@@ -16,9 +16,10 @@ void mpsd_blame_prepare(void);
 
 /*
  * Look at what the lost copy's context had: for a moment, and beside what goes on then. Calls are held, and the copy
- * asks nothing for itself any more.
+ * asks nothing for itself any more. The SMs are read only if an SM exception `was_logged`: else they keep nothing, and
+ * each program that reads them delays the others.
  */
-void mpsd_blame_begin(unsigned int number);
+void mpsd_blame_begin(unsigned int number, bool was_logged);
 
 /* What was found; who looks for longer than that is worth has found nothing. */
 enum mpsd_failover_whose mpsd_blame_end(void);

@@ -212,7 +212,7 @@ void mpsd_turn(bool may, struct mpsd_replayed *replayed)
 	mpsd_phase_end(true);
 }
 
-bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *times, const char **why)
+bool mpsd_move(bool planned, enum mpsd_failover_again again, bool was_logged, struct mpsd_times *times, const char **why)
 {
 	bool is, in_turn, may_go_ahead = mpsd_exact() && !planned && again == MPSD_FAILOVER_AGAIN;
 
@@ -229,7 +229,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, struct mpsd_times *
 	mpsd_standby_leave(true);
 	mpsd_line_moves();
 	if (again == MPSD_FAILOVER_IN_TURN && mpsd_blame_is_told())
-		mpsd_blame_begin(mpsd_in_use_number());
+		mpsd_blame_begin(mpsd_in_use_number(), was_logged);
 	/* Of the move before, after which it still waits. */
 	mpsd_fence_finish();
 	is = hold_and_switch(&planned, may_go_ahead, times, why);
