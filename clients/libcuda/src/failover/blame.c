@@ -211,9 +211,9 @@ void mpsd_blame_begin(unsigned int number, bool was_logged)
 	look.whose = MPSD_FAILOVER_WHOSE_UNKNOWN;
 	enter(moves);
 	look.is_on = mpsd_thread_start(run, of);
-	if (look.is_on) {
+	if (look.is_on && was_logged) {
 		await_look(GO_ON_MS);
-	} else {
+	} else if (!look.is_on) {
 		leave(moves);
 		free(of);
 	}
