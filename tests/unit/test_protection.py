@@ -104,7 +104,10 @@ class Node:
             failover=FailoverSettings(mode=ReplaySetting(self.mode)),
         )
         devices = SimpleNamespace(driver_version=self._driver_version)
-        self.backend = cast(Backend, SimpleNamespace(name=backend, devices=devices, terminate_deadline_s=1.0))
+        self.backend = cast(
+            Backend,
+            SimpleNamespace(name=backend, devices=devices, terminate_deadline_s=1.0, kernel_log=None),
+        )
         with patch("mpsd.daemon.protection.drivers.proven", self._proven):
             return NodeProtection(
                 self.config,

@@ -27,6 +27,7 @@
 #define REPORTED ((size_t)16 << 20)
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t entry = PTHREAD_MUTEX_INITIALIZER;	/* who covers piece after piece lets others in between */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static atomic_bool off_in_child;
 
@@ -72,7 +73,9 @@ bool mpsd_zones_enter(void)
 {
 	if (!mpsd_zones_size())
 		return false;
+	pthread_mutex_lock(&entry);
 	pthread_mutex_lock(&lock);
+	pthread_mutex_unlock(&entry);
 	return true;
 }
 
@@ -385,8 +388,6 @@ void mpsd_zones_lay(void)
 	if (granted)
 		step_bucket = 0;
 	mpsd_zones_leave();
-	while (mpsd_zones_step())
-		;
 }
 
 void mpsd_zones_copy(enum mpsd_range_copy what)

@@ -71,7 +71,7 @@ bool mpsd_zones_step(void);
 
 /*
  * For fail-over: what was covered was so in the address space of a copy that is used no more. Nothing is between
- * lift and lay.
+ * lift and lay; then what is there is covered by step.
  */
 void mpsd_zones_lift(void);
 void mpsd_zones_lay(void);

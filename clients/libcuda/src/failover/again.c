@@ -29,7 +29,7 @@ static CUresult see_it_end(int line, uint64_t epoch)
 			return result;
 		passed = mpsd_now_ns() - began;
 		if (passed >= SPIN_NS)
-			mpsd_cover_again();
+			mpsd_cover_step();
 	}
 	return result;
 }

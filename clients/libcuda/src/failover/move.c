@@ -110,17 +110,25 @@ static bool hold_and_switch(bool *planned, bool may_go_ahead, struct mpsd_times 
 }
 
 /* Zones absorb in the copy that they were laid for. */
-static bool is_uncovered;
+static bool is_uncovered, is_covering;
 
-void mpsd_cover_again(void)
+/* Piece by piece: each may wait for the driver, and who allocates or frees waits for one at most. */
+bool mpsd_cover_step(void)
 {
 	if (!is_uncovered)
-		return;
+		return is_covering = is_covering && mpsd_zones_step();
 	is_uncovered = false;
 	pthread_mutex_lock(&mpsd_windows_lock);
 	mpsd_zones_lift();
 	mpsd_zones_lay();
 	pthread_mutex_unlock(&mpsd_windows_lock);
+	return is_covering = true;
+}
+
+void mpsd_cover_again(void)
+{
+	while (mpsd_cover_step())
+		;
 }
 
 /* What was in flight, in the copy that is in use now. Why some of it may be missing; NULL: nothing is. */

@@ -63,6 +63,7 @@ CUresult mpsd_come_to_rest(void);
 /* After a move that waits: what was in flight is done again (`may`) or lost, and calls go on, uncovered as yet. */
 void mpsd_turn(bool may, struct mpsd_replayed *replayed);
 void mpsd_cover_again(void);		/* by zones, if it is not */
+bool mpsd_cover_step(void);		/* some of that. False: nothing is left to be covered */
 bool mpsd_turn_is_due(void);
 int mpsd_turn_left_ms(void);		/* until it gives up; -1: it does not wait */
 
