@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import moving
+from tests.support.gate import LAY, gate_of
 from tests.support.libcudas import DEADLINE_S, PATHS, PROGRAMS, Libraries
 from tests.support.moving import Line, Post, open_post
 from tests.support.simfixtures import backend, domain, second
@@ -349,6 +350,27 @@ def test_guard_zones_come_along(
     assert ask("gpu.sync()") == "0"
     assert second.status() == "ACTIVE"
     assert ask("[gpu.run('store', 0x7E0000000000, 4, 1), gpu.sync()]") == "[0, 700]"
+
+
+@pytest.mark.parametrize(
+    "ask", [{"zone_budget": str(1 << 30), "MPSD_FAILOVER": "exact"} | IMPATIENT], indirect=True
+)
+def test_a_program_goes_on_while_its_zones_are_laid_again(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """A launch with a pointer to the end of an allocation looks that up with the lock of the windows."""
+    with gate_of(second) as gate:
+        line = post.greet(moving.EXACT)
+        ask("m = gpu.memory(8 << 20); gpu.sync()")
+        stand_by(line, second, copies)
+        break_domain(domain)
+        gate.keep(LAY)
+        line.say(moving.MOVE, 1, again=1)
+        until(lambda: gate.kept() == LAY)
+        assert ask("[gpu.run('add', m, 2, m + (8 << 20)), gpu.sync()]") == "[0, 0]"
+        gate.keep(0)
+        line.hear(moving.MOVED)
+        assert ask("[gpu.run('store', m - 4, 4, 1), gpu.sync()]") == "[0, 0]"
 
 
 def is_covered(ledger: LedgerView, address: int) -> bool:

@@ -69,6 +69,7 @@ void gate_keep(uint64_t call);
 #define GATE_LAUNCH 1048576	/* a kernel is launched */
 #define GATE_NO_LAUNCH 2097152	/* that is refused, for memory is short */
 #define GATE_UNLOAD 4194304	/* of a module, when it has gone */
+#define GATE_LAY 8388608	/* a managed zone is about to be laid */
 bool gate_wants(uint64_t what);
 CUresult gate_node(CUresult result);	/* as GATE_NODE; passes its argument on */
 

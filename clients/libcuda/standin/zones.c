@@ -76,6 +76,7 @@ API CUresult standinManagedRange(CUdeviceptr base, size_t size)
 
 	if (!size || base % 4096 || size % 4096)
 		return CUDA_ERROR_INVALID_VALUE;
+	gate_keep(GATE_LAY);
 	pthread_mutex_lock(&gpu_lock);
 	if (base)
 		return leave(lay_at(base, size, RANGE_MANAGED));
