@@ -325,6 +325,7 @@ class Move:
     `planned`: the old context works, so the program finishes its work there first. `again`: treatment of the
     work in flight (mode exact). `exception_logged`: the driver logged an SM exception, or may have done so.
     Otherwise no SM keeps the program counter of one, and programs that search for it only delay each other.
+    `may_go_on`: a program that denies the fault replays as soon as it has moved, without GrantTurn.
     """
 
     process: ProcessInstance
@@ -333,6 +334,7 @@ class Move:
     planned: bool = False
     again: ReplayMode = ReplayMode.LOST
     exception_logged: bool = True
+    may_go_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,8 @@ class FailoverService:
         self._server.tell(effect.process, message)
 
     def move(self, effect: fx.Move) -> None:
-        values = (int(effect.planned), int(effect.again), int(not effect.exception_logged))
+        said = (effect.planned, effect.again, not effect.exception_logged, effect.may_go_on)
+        values = tuple(map(int, said))
         message = Message(Kind.MOVE, generation=effect.generation, values=values, text=effect.why)
         self._server.tell(effect.process, message)
 

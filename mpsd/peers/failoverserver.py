@@ -206,7 +206,7 @@ def _event(connection: FailoverConnection, message: Message) -> ev.Event:
         case Kind.LOOKED:
             if values[0] not in set(ExceptionOwner):
                 raise Refused("whose")
-            return mev.MemberFoundCode(process, generation, ExceptionOwner(values[0]))
+            return mev.MemberFoundCode(process, generation, ExceptionOwner(values[0]), bool(values[1]))
         case Kind.LEFT:
             return mev.MemberPages(process, bool(values[0]), values[1], values[2])
         case Kind.OWN_ERROR:

@@ -53,6 +53,7 @@ class Line:
         planned: bool = False,
         again: int = 0,
         unlogged: bool = False,
+        free: bool = False,
         lazy: bool = False,
         short: bool = False,
         switch: bool = False,
@@ -65,11 +66,12 @@ class Line:
     ) -> None:
         """Send a message.
 
-        `planned`, `again`, `unlogged`: MOVE; `lazy`, `short`, `switch`, `look`, `left`, `budget`, `exposed`:
-        WELCOME; `value`: GIVE, ROOM or LIMIT; `number`: ROOM or LIMIT.
+        `planned`, `again`, `unlogged`, `free` (to go on if it denies the fault): MOVE; `lazy`, `short`,
+        `switch`, `look`, `left`, `budget`, `exposed`: WELCOME; `value`: GIVE, ROOM or LIMIT; `number`: ROOM
+        or LIMIT.
         """
         second = (again or number) + int(short) + SWITCH_KNOWN * int(switch)
-        values = (int(planned or lazy or value), second, int(look or unlogged), int(left))
+        values = (int(planned or lazy or value), second, int(look or unlogged), int(left or free))
         values += (int(budget is not None) + 2 * exposed, budget or 0)
         words = (path.encode(), text.encode())
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))

@@ -33,6 +33,7 @@ from mpsd.core import slots
 from mpsd.core.events import DomainRole
 from mpsd.core.failover import reports as mev
 from mpsd.core.failover.participants import Outcome, Standing, Turn
+from mpsd.core.failover.suspects import DENIALS
 from mpsd.core.state import Domain, DomainState, Policy, State
 from tests.support.core import GPU, OUT_OF_RANGE, SLOT, UID, World, facts, kernel_xid, process, server_of
 
@@ -324,9 +325,13 @@ class Play:
         self.trials += to is not None and to.trial == program.process
         if word.again is ReplayMode.IN_TURN and left in self.lost:
             whose = self._find(program, left)
-            self._say(program, mev.MemberFoundCode(program.process, word.generation, whose))
+            goes_on = word.may_go_on and whose in DENIALS and waits
+            self._say(program, mev.MemberFoundCode(program.process, word.generation, whose, goes_on))
             program.waits = waits = program.waits or (whose is ExceptionOwner.OWN and program.connected)
-        if waits:
+            if goes_on:
+                program.waits = False
+                self.after(self.random.choice([0.001, 0.2]), lambda: self._do_again(program, word.generation))
+        if program.waits:
             self.after(GIVES_UP_S, lambda: self._give_up(program, word.generation), exact=True)
         moved = mev.MemberMoved(program.process, word.generation, 1, 2, 3, replayed=100, waits=waits)
         self._say(program, moved)

@@ -256,3 +256,61 @@ def test_programs_are_told_whether_the_driver_logged_an_exception(
     world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
     told = {e.process.pid: e.exception_logged for e in world.made(fx.Move)}
     assert told == dict.fromkeys((10, 11), xid == 13 or not reads_kernel_log)
+
+
+def free_to_go_on(world: Site) -> dict[int, bool]:
+    return {e.process.pid: e.may_go_on for e in world.ever(fx.Move)}
+
+
+@pytest.mark.parametrize("denial", [OTHERS, NO_SIGN])
+def test_a_program_that_goes_on_is_told_of_no_turn(denial: ExceptionOwner) -> None:
+    world = all_told(10, 11, 12)
+    exception(world)
+    assert free_to_go_on(world) == dict.fromkeys((10, 11, 12), True)
+    world.do(mev.MemberFoundCode(process(11), 2, denial, goes_on=True))
+    comes(world, 11, 30)
+    assert turns(world) == [] and turns_of(world)[11] is Turn.HAS
+    world.do(mev.MemberFoundCode(process(12), 2, denial))
+    comes(world, 12, 30)
+    assert turns(world) == [12]
+    world.do(mev.MemberDone(process(11), 2))
+    assert 11 not in turns_of(world)
+
+
+def test_a_claim_goes_on_with_nothing() -> None:
+    """mpsd does not take a program's word that it goes on if it claims the fault."""
+    world = all_told(10, 11)
+    exception(world)
+    world.do(mev.MemberFoundCode(process(10), 2, OWN, goes_on=True))
+    comes(world, 10, 30)
+    assert turns_of(world)[10] is Turn.WAITS
+
+
+def test_who_was_in_doubt_waits_for_its_turn_even_if_it_denies_the_next_fault() -> None:
+    """Client 11 replayed beside another one when the next domain faulted."""
+    world = all_told(10, 11)
+    exception(world)
+    for pid in (10, 11):
+        world.do(mev.MemberFoundCode(process(pid), 2, OTHERS, goes_on=pid == 11))
+        comes(world, pid, 30)
+    world.do(mev.MemberDone(process(10), 2))
+    world.started("d3")
+    world.is_ready(10, 3)
+    world.do(ev.ServerFatalLogged("d2", "Server is handling a fatal GPU error."))
+    assert {e.process.pid: e.may_go_on for e in world.made(fx.Move)} == {10: True}
+    world.is_ready(11, 3)
+    assert {e.process.pid: e.may_go_on for e in world.made(fx.Move)} == {11: False}
+
+
+@pytest.mark.parametrize(("later_s", "logged"), [(0.5, True), (5.0, False)])
+def test_an_exception_logged_for_an_earlier_fault_counts_for_a_while(later_s: float, logged: bool) -> None:
+    """In a burst a line may be attributed to the fault of before."""
+    world = all_told(10)
+    world.state = replace(world.state, policy=replace(world.state.policy, reads_kernel_log=True))
+    exception(world)
+    comes(world, 10, 30, waits=False)
+    world.started("d3")
+    world.is_ready(10, 3)
+    world.now += later_s
+    world.do(ev.ServerFatalLogged("d2", "Server is handling a fatal GPU error."))
+    assert [e.exception_logged for e in world.made(fx.Move)] == [logged]

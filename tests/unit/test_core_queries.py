@@ -154,6 +154,27 @@ def test_an_address_in_its_own_code_is_no_claim_to_a_trap() -> None:
     assert killed(world) == set() and offender(world)[0] is None
 
 
+def test_in_a_burst_the_line_of_an_exception_may_belong_to_the_fault_that_seems_a_trap() -> None:
+    """The driver logged it while a fault of another domain was open, so it was attributed to that."""
+    world = all_told(10, 11)
+    trap(world)
+    moves(world, {10: NO_SIGN, 11: NO_SIGN}, resting=(10, 11))
+    world.started("d3")
+    for pid in (10, 11):
+        world.is_ready(pid, 3)
+    world.attach(SECOND_STRANGER, "d2")
+    world.kernel(13, "Graphics SM Warp Exception on (GPC 0, TPC 0, SM 0): Out Of Range Address", None, "")
+    world.do(ev.ServerFatalLogged("d2", "Server is handling a fatal GPU error."))
+    world.kernel(43, "channel 0x1", server_of("d2").pid, "nvidia-cuda-mps")
+    queries(world, SECOND_STRANGER, "d2")
+    for pid, whose in ((10, NO_SIGN), (11, FIRST)):
+        world.do(mev.MemberFoundCode(process(pid), 3, whose))
+        arrives(world, pid, 3)
+    newest = max(world.records().values(), key=lambda r: r.id)
+    assert (newest.domain, newest.fault_class) == ("d2", "sm-trap")
+    assert killed(world) == set() and offender(world)[0] is None
+
+
 def test_an_exception_of_unknown_kind_is_no_trap() -> None:
     world = all_told(10, 11)
     another(world, STRANGER, "a stranger")

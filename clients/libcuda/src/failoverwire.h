@@ -27,7 +27,8 @@
  *	LOOKED		generation, moved to in this moment; values: whose code had the exception from which its domain was
  *			lost, by what its old context has left: 1: its own, 2: somebody else's, 3: nothing tells, but it met its own error as
  *			only who made a trap does; 4: nothing tells, and it has not met its own error like that. A claim about
- *			itself. Where it is 1 the program waits for its TURN in any case. Only where WELCOME says so
+ *			itself. Where it is 1 the program waits for its TURN in any case. 1: it goes on at once, as MOVE has it. Only
+ *			where WELCOME says so
  *	LEFT		values: 1: in place of what was said before, 0: beside that; where pages lie, from and to, that a copy of the
  *			driver which was left shared with the GPU: nothing in them tells of work any more. 0 and 0: none. Only
  *			where WELCOME says so
@@ -68,7 +69,8 @@
  *			program ends its work there first; what was in flight is 0: lost, 1: done again, 2: done
  *			again when it has its turn, 3: the same, but no TURN comes: it has that as soon as it has
  *			moved, maybe beside others (mode exact); 1: the driver logged no SM exception, so no SM keeps an
- *			address of one (a program of an earlier release reads them all the same); text: why
+ *			address of one (a program of an earlier release reads them all the same); 1: who denies the exception in
+ *			LOOKED goes on as soon as it has moved, and no TURN comes then; text: why
  */
 #pragma once
 

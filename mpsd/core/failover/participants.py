@@ -152,6 +152,7 @@ class Participant:
       - `gathers`: it still lets participants with shorter replays go first.
       - `new_s`: time from the first launch of its newest kernel until its calls were held [s].
       - `whose`: its finding about the origin of the fault.
+      - `goes_on`: it denies the fault, and replays as soon as it has moved, without GrantTurn.
       - `named`: it is the offender by that finding, so it waits for its end.
       - `among`: the offender is certain to be among the participants that move.
       - `runs_on`: its turn is over, and its replay may still run.
@@ -196,6 +197,7 @@ class Participant:
     gathers: bool = False
     new_s: float | None = None
     whose: ExceptionOwner = ExceptionOwner.UNKNOWN
+    goes_on: bool = False
     named: bool = False
     fences: bool = False
     switches: bool = False

@@ -276,7 +276,10 @@ def _tell(
     again = again if participant.mode is FailoverMode.EXACT else ReplayMode.LOST
     # On a guess it is told to wait for its turn, too: it looks for the fault in its own code first.
     said = ReplayMode.IN_TURN if again is ReplayMode.AT_ONCE else again
-    draft.emit(Move(participant.process, participant.generation, why, planned, said, exception_logged))
+    # A denial then suffices for it to replay (serialreplay.py).
+    may_go_on = said is ReplayMode.IN_TURN and not (is_suspect or participant.suspected or participant.doubts)
+    order = Move(participant.process, participant.generation, why, planned, said, exception_logged, may_go_on)
+    draft.emit(order)
     told = tuple(t for t in participant.told if draft.now - t < MINUTE_S)
     if why not in (suspects.TRIAL_MOVE, suspects.JOIN_MOVE):
         told = (*told, draft.now)
@@ -291,6 +294,7 @@ def _tell(
             guessed=guessed,
             owed=owed,
             whose=ExceptionOwner.UNKNOWN,
+            goes_on=False,
             named=False,
             asked=asked,
             suspected=participant.suspected or is_suspect,
@@ -418,7 +422,10 @@ def _record(
         again = ReplayMode.AT_ONCE
     if domain.is_dead:
         serialreplay.end_all_turns(draft, domain)
-    logged = _exception_logged(draft.state, domain, faults, draft.now)
+    # After a trap there is no such line. After any other SM exception it comes before the server's.
+    logged = not draft.state.policy.reads_kernel_log or at.exception_logged(
+        draft.state, domain.gpus, draft.now
+    )
     entries = []
     for process, refusal in refusals.items():
         participant = draft.state.members[process]
@@ -482,16 +489,6 @@ def is_sm_exception(fault: FaultRecord) -> bool:
     too."""
     reported = any(e.source not in (Source.SERVER_STATE, Source.PROCESS) for e in fault.evidence)
     return reported and fault.fault_class.startswith("sm-")
-
-
-def _exception_logged(state: State, domain: Domain, faults: Iterable[FaultRecord], now: float) -> bool:
-    """Return whether the driver logged an SM exception (Xid 13) of this domain, or may have done so.
-
-    After a trap it logs none. After any other SM exception it does before the server logs its fault.
-    """
-    signs = [e for record in faults for e in record.evidence]
-    signs += [s.evidence for s in at.matching_unattributed(state, domain.gpus, now)]
-    return not state.policy.reads_kernel_log or any(e.xid == at.SM_EXCEPTION_XID for e in signs)
 
 
 def name_by_replay(draft: Draft, record: FaultRecord) -> FaultRecord:

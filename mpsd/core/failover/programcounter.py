@@ -27,7 +27,6 @@ from mpsd.core.failover.participants import FailoverRecord, Outcome, Participant
 from mpsd.core.faults import attribution as at
 from mpsd.core.faults import recording
 from mpsd.core.faults.records import Evidence, FaultRecord, Source
-from mpsd.core.state import State
 
 IN_ITS_CODE = "the exception was in its own code"
 HAD_ITS_ERROR = "its context had the error of a trap before it looked at the GPU"
@@ -55,7 +54,8 @@ def on_found_code(draft: Draft, event: mev.MemberFoundCode) -> None:
         # Into its trial domain it moves from a domain that has not faulted.
         draft.count("failover_words_ignored")
         return
-    draft.put_participant(replace(participant, whose=event.whose))
+    goes_on = event.goes_on and event.whose in suspects.DENIALS
+    draft.put_participant(replace(participant, whose=event.whose, goes_on=goes_on))
     outcomes.revise(draft, record, event.process, whose=event.whose)
 
 
@@ -85,7 +85,7 @@ def settle(draft: Draft, process: ProcessInstance) -> None:
         return
     fault = _unnamed(draft, record)
     # `among`: every client of the domain was told to move. A participant that had its turn is cleared.
-    others_deny = claims[0].whose is ExceptionOwner.FIRST and _others_deny(draft.state, record, fault)
+    others_deny = claims[0].whose is ExceptionOwner.FIRST and _others_deny(draft, record, fault)
     all_deny = participant.among or others_deny
     if not (all_deny and participant.turn is Turn.WAITS and participant.home == record.to):
         return
@@ -119,16 +119,18 @@ def settle(draft: Draft, process: ProcessInstance) -> None:
     serialreplay.replay_together(draft, record.to)
 
 
-def _others_deny(state: State, record: FailoverRecord, fault: FaultRecord | None) -> bool:
+def _others_deny(draft: Draft, record: FailoverRecord, fault: FaultRecord | None) -> bool:
     """Return whether this fault is a trap, and all clients that take no part in this fail-over denied it.
 
     They did not if a further participant was told to move later.
     """
-    domain = state.domains.get(record.domain)
-    of_fault = (r for r in state.failovers if r.domain == record.domain and r.fault is not None)
-    is_only = all(r.id == record.id for r in of_fault)
-    is_trap = fault is not None and fault.fault_class == "sm-trap"
-    return is_only and is_trap and domain is not None and domain.without_denial == frozenset()
+    domain = draft.state.domains.get(record.domain)
+    of_fault = (r for r in draft.state.failovers if r.domain == record.domain and r.fault is not None)
+    if domain is None or fault is None or any(r.id != record.id for r in of_fault):
+        return False
+    # In a burst the line of another kind of exception may be attributed to another fault.
+    is_trap = fault.fault_class == "sm-trap" and not at.exception_logged(draft.state, domain.gpus, draft.now)
+    return is_trap and domain.without_denial == frozenset()
 
 
 def _denies(entry: ParticipantOutcome, claim: ParticipantOutcome) -> bool:

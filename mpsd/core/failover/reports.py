@@ -189,11 +189,15 @@ class MemberMoved:
 
 @dataclass(frozen=True, slots=True)
 class MemberFoundCode:
-    """The program's finding about the code that raised the exception. MemberMoved follows."""
+    """The program's finding about the code that raised the exception. MemberMoved follows.
+
+    `goes_on`: it will replay as soon as it has moved (Move.may_go_on).
+    """
 
     process: ProcessInstance
     generation: int
     whose: ExceptionOwner
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

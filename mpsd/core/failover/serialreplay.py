@@ -2,7 +2,8 @@
 
 The driver does not say which client raised an SM exception. Every participant with work in flight may have
 raised it. Three cases, by what it found itself (programcounter.py):
-  - It denies the fault: it replays as soon as it has moved, beside the others.
+  - It denies the fault: it replays as soon as it has moved, beside the others. Unless there is a doubt about
+    it from before, it does so without asking (Move.may_go_on), because mpsd is busy at that time.
   - It is a suspect (suspects.py): it replays alone in a trial domain (trial.py).
   - Nothing is known: it replays in its turn, one participant after the other.
 
@@ -117,7 +118,7 @@ def _begin(draft: Draft, participant: Participant) -> None:
         return
     guessed = draft.now if participant.again is ReplayMode.AT_ONCE else participant.guessed
     started = replace(participant, named=False, turn=Turn.HAS, since=draft.now, guessed=guessed)
-    draft.put_participant(started)
+    draft.put_participant(replace(started, goes_on=False))
     if draft.state.domains[participant.home or ""].trial != participant.process:
         draft.emit(ArmTimer("failover-turn", subject_of(participant), TURN_S))
 
@@ -238,8 +239,9 @@ def _with_timer(state: State, subject: str, turn: Turn) -> list[Participant]:
 
 
 def _give_turn(draft: Draft, domain: Domain, participant: Participant) -> None:
-    """Tell this participant that its turn begins."""
-    draft.emit(GrantTurn(participant.process, domain.generation))
+    """Tell this participant that its turn begins, unless it goes on without that."""
+    if not participant.goes_on:
+        draft.emit(GrantTurn(participant.process, domain.generation))
     set_time(draft, participant.process, "turn_ms")
     _begin(draft, participant)
 

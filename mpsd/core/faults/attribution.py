@@ -319,6 +319,17 @@ def matching_unattributed(state: State, gpus: tuple[str, ...], now: float) -> tu
     return tuple(s for s in state.strays if s.gpu in gpus and not s.foreign and now - s.evidence.at <= window)
 
 
+def exception_logged(state: State, gpus: tuple[str, ...], now: float) -> bool:
+    """Return whether the driver lately logged an SM exception (Xid 13) on one of these GPUs.
+
+    It counts whichever fault it was attributed to: soon after a fault of another domain that may be wrong.
+    """
+    records = (r for r in state.open_faults if set(r.gpus) & set(gpus))
+    signs = [e for r in records for e in r.evidence]
+    signs += [s.evidence for s in matching_unattributed(state, gpus, now)]
+    return any(e.xid == SM_EXCEPTION_XID and now - e.at <= join_window_s(state) for e in signs)
+
+
 def name_only_suspect(record: FaultRecord) -> FaultRecord:
     """Name the only suspect as the offender: likely, never certain."""
     if record.offender is None and len(record.suspects) == 1:

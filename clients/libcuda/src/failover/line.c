@@ -170,12 +170,18 @@ static struct {
 
 static bool say_waits(void)
 {
-	return mpsd_line_tell_moved(atomic_load(&line), home, &waiting.times, waiting.began);
+	return mpsd_line_tell_moved(atomic_load(&line), home, &waiting.times, waiting.began, false);
 }
 
 static bool have_turn(bool may)
 {
 	return !mpsd_turn_is_due() || mpsd_turn_have(may, atomic_load(&line), home);
+}
+
+/* That the exception was its own. */
+static bool denies(const struct mpsd_times *times)
+{
+	return times->whose == MPSD_FAILOVER_WHOSE_OTHERS || times->whose == MPSD_FAILOVER_WHOSE_NO_SIGN;
 }
 
 static void has_moved(const struct mpsd_times *times, uint64_t began)
@@ -202,7 +208,7 @@ static bool move(const struct mpsd_failover_message *order)
 	uint64_t began = mpsd_now_ns();
 	struct mpsd_times times;
 	const char *why = NULL;
-	bool is;
+	bool is, goes_on;
 
 	if (order->generation == home && home) {
 		if (mpsd_turn_is_due())
@@ -219,9 +225,10 @@ static bool move(const struct mpsd_failover_message *order)
 		return say(&message);
 	}
 	has_moved(&times, began);
-	is = mpsd_line_tell_moved(atomic_load(&line), home, &times, began);
+	goes_on = order->values[3] && denies(&times) && mpsd_turn_is_due();
+	is = mpsd_line_tell_moved(atomic_load(&line), home, &times, began, goes_on);
 	/* Whether or not there is still somebody to hear of it. */
-	if (order->values[1] == MPSD_FAILOVER_AT_ONCE)
+	if (goes_on || order->values[1] == MPSD_FAILOVER_AT_ONCE)
 		is = have_turn(true) && is;
 	return is;
 }
@@ -232,7 +239,7 @@ static bool move(const struct mpsd_failover_message *order)
  */
 static void go_on_alone(void)
 {
-	if (waiting.times.whose == MPSD_FAILOVER_WHOSE_OTHERS || waiting.times.whose == MPSD_FAILOVER_WHOSE_NO_SIGN)
+	if (denies(&waiting.times))
 		have_turn(true);
 }
 

@@ -47,7 +47,7 @@ struct mpsd_failover_message mpsd_line_message(enum mpsd_failover_kind kind, uin
 bool mpsd_line_say(int line, const struct mpsd_failover_message *message);
 bool mpsd_line_tell_ready(int line, uint64_t generation, uint64_t took_ns);
 bool mpsd_line_tell_unready(int line, uint64_t generation, const char *why, bool for_memory);
-bool mpsd_line_tell_moved(int line, uint64_t generation, const struct mpsd_times *times, uint64_t began);
+bool mpsd_line_tell_moved(int line, uint64_t generation, const struct mpsd_times *times, uint64_t began, bool goes_on);
 bool mpsd_line_tell(int line, uint64_t generation, struct mpsd_told *told);
 bool mpsd_line_tell_error(int line, uint64_t generation);
 

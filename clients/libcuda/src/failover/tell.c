@@ -82,11 +82,12 @@ bool mpsd_line_tell_unready(int line, uint64_t generation, const char *why, bool
 	return mpsd_line_say(line, &message);
 }
 
-bool mpsd_line_tell_moved(int line, uint64_t generation, const struct mpsd_times *times, uint64_t began)
+bool mpsd_line_tell_moved(int line, uint64_t generation, const struct mpsd_times *times, uint64_t began, bool goes_on)
 {
 	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_LOOKED, generation, NULL);
 
 	message.values[0] = times->whose;
+	message.values[1] = goes_on;
 	if (times->whose && !mpsd_line_say(line, &message))
 		return false;
 	message = mpsd_line_message(MPSD_FAILOVER_MOVED, generation, times->replayed.unsure);
