@@ -163,6 +163,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.LivenessSeen: hits.on_liveness_seen,
     ev.NvmlXidSeen: signs.on_nvml_xid,
     ev.KernelXidSeen: signs.on_kernel_xid,
+    mev.KernelLogFollowed: signs.on_kernel_log,
     ev.ProcessIdentified: outside.on_identified,
     ev.EvictRequested: clients.on_evict,
     ev.TerminateFinished: clients.on_terminate_finished,

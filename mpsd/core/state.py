@@ -113,8 +113,6 @@ class Policy:
     gpus_without_failover: frozenset[str] = frozenset()
     # Memory of each GPU [bytes], by UUID.
     gpu_memory: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    # Whether mpsd sees each Xid of the driver in the kernel log.
-    reads_kernel_log: bool = False
     # Most standby contexts on one GPU.
     standby_contexts: int = 12
     # Thousandths of an epoch that saving may add in mode exact; 0: no limit.
@@ -376,7 +374,9 @@ class State:
     `adopted`: when the domains of an earlier daemon were taken over [monotonic s].
     `failovers`: records that may still be revised (bounded). `copies_problem`: why programs have no driver
     files for a second driver instance. `slot_starts`: time and account of new slots of accounts without
-    clients (bounded).
+    clients (bounded). `exceptions`: when the driver logged the last SM exception on each GPU, and, as "",
+    on an unknown one [monotonic s]. `log_read_since`: since when mpsd reads each line of the kernel log
+    [monotonic s]; None: it does not.
     """
 
     policy: Policy = Policy()
@@ -388,6 +388,8 @@ class State:
     hits: tuple[FaultRecord, ...] = ()
     tallies: Mapping[ProcessInstance, AccessCount] = field(default_factory=lambda: MappingProxyType({}))
     strays: tuple[UnattributedXid, ...] = ()
+    exceptions: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    log_read_since: float | None = None
     endings: tuple[ServerEnd, ...] = ()
     ended: tuple[EndedDomain, ...] = ()
     drained: frozenset[str] = frozenset()

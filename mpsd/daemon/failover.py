@@ -196,10 +196,7 @@ class FailoverService:
         self._server.tell(effect.process, message)
 
     def move(self, effect: fx.Move) -> None:
-        said = (effect.planned, effect.again, not effect.exception_logged, effect.may_go_on)
-        values = tuple(map(int, said))
-        message = Message(Kind.MOVE, generation=effect.generation, values=values, text=effect.why)
-        self._server.tell(effect.process, message)
+        self._server.tell(effect.process, order_of(effect))
 
     def fenced(self, effect: fx.Fenced) -> None:
         self._server.tell(effect.process, Message(Kind.FENCED, generation=effect.generation))
@@ -218,6 +215,12 @@ class FailoverService:
 
     def switch_off(self, effect: fx.SwitchOff) -> None:
         self._server.tell(effect.process, Message(Kind.GUARD))
+
+
+def order_of(effect: fx.Move) -> Message:
+    """Return the MOVE of this effect."""
+    said = (effect.planned, effect.again, not effect.exception_logged, effect.may_go_on)
+    return Message(Kind.MOVE, generation=effect.generation, values=tuple(map(int, said)), text=effect.why)
 
 
 def offer_of(generation: int, pipe_dir: Path, copies: Path) -> Message:

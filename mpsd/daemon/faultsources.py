@@ -9,6 +9,7 @@ from mpsd.base.conditions import Code, Condition
 from mpsd.base.errors import MpsdError
 from mpsd.base.model import Gpu, KernelXid, NvmlXid
 from mpsd.core import events as ev
+from mpsd.core.failover import reports as mev
 from mpsd.gpu.base import Backend, KernelLog, XidSource
 
 
@@ -33,6 +34,7 @@ class FaultSources:
         else:
             self._loop.add_reader(self._kernel_log.fileno(), self._read_kernel_log, self._kernel_log)
             self._sources.append(self._kernel_log)
+            self._post(mev.KernelLogFollowed(True))
 
     def read_kernel_log(self) -> None:
         """Post the Xids of the kernel log up to now, before an event that is decided with their help."""
@@ -51,10 +53,14 @@ class FaultSources:
             self._post(ev.NvmlXidSeen(xid))
 
     def _read_kernel_log(self, source: KernelLog) -> None:
+        before = source.overruns
         for xid in self._drained(source):
             assert isinstance(xid, KernelXid)
             gpu = next((g.uuid for g in self._gpus if g.pci.startswith(xid.pci.lower())), None)
             self._post(ev.KernelXidSeen(gpu, xid))
+        if source.overruns != before:
+            # It is followed anew: lines are missing.
+            self._post(mev.KernelLogFollowed(True))
 
     def _drained(self, source: XidSource | KernelLog) -> Sequence[NvmlXid | KernelXid]:
         try:
@@ -64,5 +70,6 @@ class FaultSources:
             self._loop.remove_reader(source.fileno())
             if source is self._kernel_log:
                 self._kernel_log = None
+                self._post(mev.KernelLogFollowed(False))
             self.conditions.append(Condition(Code.SIGNS_LOST, detail=str(error)))
             return ()

@@ -45,7 +45,6 @@ def policy_of(config: Config, backend: Backend, protection: NodeProtection, gpus
         users_without_failover=protection.users_without_failover,
         gpus_without_failover=protection.gpus_without_failover,
         gpu_memory=MappingProxyType({gpu.uuid: gpu.memory_bytes for gpu in gpus}),
-        reads_kernel_log=backend.kernel_log is not None,
         standby_contexts=config.failover.standby_contexts,
         # The operator who asks for fail-over by name wants it at its price.
         time_budget=0 if config.protect is ProtectSetting.FAILOVER else TIME_BUDGET,

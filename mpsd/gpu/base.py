@@ -171,7 +171,11 @@ class XidSource(Protocol):
 
 
 class KernelLog(Protocol):
-    """Xid lines of the kernel log since it was opened. Bounded per drain."""
+    """Xid lines of the kernel log since it was opened. Bounded per drain.
+
+    `overruns`: how many times lines were lost."""
+
+    overruns: int
 
     def fileno(self) -> int: ...
     def drain(self) -> Sequence[KernelXid]: ...

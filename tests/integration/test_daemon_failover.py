@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from mpsd.base.conditions import Code
-from mpsd.base.model import ExceptionOwner
+from mpsd.base.model import ExceptionOwner, ReplayMode
 from mpsd.ctl import failovertext
 from mpsd.ctl.statustext import status as status_text
 from mpsd.ctl.style import Style
@@ -178,6 +178,8 @@ def test_one_in_whose_code_an_exception_was_is_named_and_ended(site: Site) -> No
         (second, ExceptionOwner.OTHERS),
     ):
         said(program, f"fo.move({whose.value})")
+        # The driver logged the exception, and a denial suffices to go on.
+        assert said(program, "fo.values[:4]") == [0, ReplayMode.IN_TURN, 0, 1]
     assert offender.wait() == -signal.SIGKILL
     record = until_outcome(site, dict.fromkeys((first.pid, second.pid, offender.pid), "moved"))
     assert {c["pid"]: c["whose"] for c in record["clients"]} == {

@@ -239,8 +239,9 @@ def test_what_the_copy_does_that_is_in_use_counts(
     assert abs(first - code_of(ask, 1)) >= CODE_BYTES
 
 
+@pytest.mark.parametrize("unlogged", [False, True])
 def test_who_made_a_trap_has_its_error_without_a_look(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, tmp_path: Path
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, tmp_path: Path, unlogged: bool
 ) -> None:
     line = post.greet(moving.EXACT, look=2)
     ask("m = gpu.memory(8 << 20)")
@@ -248,15 +249,23 @@ def test_who_made_a_trap_has_its_error_without_a_look(
     assert ask("gpu.sync()") == "0"
     ask.tell("gpu.run('trap', 0, 0, 0), gpu.sync()")
     line.hear(moving.OWN_ERROR)
-    assert looked(line) == FIRST
+    assert looked(line, unlogged=unlogged) == FIRST
     # This program would get the last turn; here it is refused.
     line.close()
     assert ask.answer() == "(0, 719)"
     assert not (tmp_path / "asked").exists()
 
 
+@pytest.mark.parametrize("unlogged", [False, True])
 def test_who_meets_a_neighbours_trap_looks(
-    domain: Domain, second: Domain, post: Post, ask: Program, gate: Gate, copies: Path, tmp_path: Path
+    domain: Domain,
+    second: Domain,
+    post: Post,
+    ask: Program,
+    gate: Gate,
+    copies: Path,
+    tmp_path: Path,
+    unlogged: bool,
 ) -> None:
     line = post.greet(moving.EXACT, look=2)
     in_flight(line, ask, gate, second, copies)
@@ -265,5 +274,5 @@ def test_who_meets_a_neighbours_trap_looks(
     until(lambda: domain.status() == "FAULT")
     # Its driver instance queried the cause, since no command came within the wait.
     until(lambda: (tmp_path / "asked").exists())
-    assert looked(line) == NO_SIGN
+    assert looked(line, unlogged=unlogged) == NO_SIGN
     goes_on(line, ask)

@@ -373,6 +373,29 @@ def test_a_program_goes_on_while_its_zones_are_laid_again(
         assert ask("[gpu.run('store', m - 4, 4, 1), gpu.sync()]") == "[0, 0]"
 
 
+@pytest.mark.parametrize(
+    "ask", [{"zone_budget": str(1 << 30), "MPSD_FAILOVER": "exact"} | IMPATIENT], indirect=True
+)
+@pytest.mark.parametrize("which", range(4))
+def test_what_is_freed_while_zones_are_laid_again_stays_covered(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, which: int
+) -> None:
+    """Whether or not its turn to be covered has come."""
+    with gate_of(second) as gate:
+        line = post.greet(moving.EXACT)
+        ask("m = [gpu.memory(8 << 20) for _ in range(4)]; gpu.sync()")
+        stand_by(line, second, copies)
+        break_domain(domain)
+        gate.keep(LAY)
+        line.say(moving.MOVE, 1, again=1)
+        until(lambda: gate.kept() == LAY)
+        ask.tell(f"gpu.code('cuMemFree_v2', m[{which}])")
+        gate.keep(0)
+        assert ask.answer() == "0"
+        line.hear(moving.MOVED)
+        assert ask(f"[gpu.run('store', m[{which}], 4, 1), gpu.sync()]") == "[0, 0]"
+
+
 def is_covered(ledger: LedgerView, address: int) -> bool:
     return any(zone.kind == SPARSE and zone.start <= address < zone.end for zone in ledger.zones())
 

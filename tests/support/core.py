@@ -79,7 +79,7 @@ class World:
     """The state of one daemon. `now` moves only when a test moves it; every effect is kept, in order."""
 
     def __init__(self, policy: Policy | None = None) -> None:
-        self.state = State(policy=policy or Policy())
+        self.state = State(policy=policy or Policy(), log_read_since=0.0)
         self.now = 100.0
         self.last: tuple[fx.Effect, ...] = ()
         self.effects: list[fx.Effect] = []

@@ -469,7 +469,7 @@ class Play:
         slot = old.slots[SLOT]
         self._queue = [one for one in self._queue if "_perform" not in one[2].__qualname__]
         heapq.heapify(self._queue)
-        self.world.state, self._restarting = State(policy=old.policy), True
+        self.world.state, self._restarting = State(policy=old.policy, log_read_since=self.world.now), True
         if self.random.random() < 0.5:
             self._fault_without_daemon(old.domains.get(slot.active or ""))
         for program in self.programs.values():

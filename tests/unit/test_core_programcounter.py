@@ -13,7 +13,7 @@ from mpsd.core.failover import reports as mev
 from mpsd.core.failover.participants import Turn
 from mpsd.core.failover.plan import FAULTED_AGAIN
 from mpsd.core.failover.programcounter import HAD_ITS_ERROR, IN_ITS_CODE
-from tests.support.core import process
+from tests.support.core import kernel_xid, process
 from tests.unit.test_core_failover import Site, turns_of
 from tests.unit.test_core_serialreplay import all_told, another, comes, lose, turns
 
@@ -53,7 +53,10 @@ def test_one_that_claims_the_fault_is_named_when_all_others_deny_it(
 ) -> None:
     """Client 10, the oldest, waits even if its own wait succeeded as if there had been no fault."""
     world = all_told(10, 11, 12)
-    exception(world)
+    if claim is OWN:
+        exception(world)
+    else:
+        world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
     found = {10: claim, 11: denial, 12: denial}
     for pid in pids:
         assert killed(world) == set()
@@ -243,19 +246,41 @@ def test_what_was_found_once_is_forgotten_with_the_next_fault() -> None:
     assert told and all(world.state.members[process(pid)].whose is UNKNOWN for pid in told)
 
 
-@pytest.mark.parametrize("reads_kernel_log", [True, False])
+@pytest.mark.parametrize("is_read", [True, False])
 @pytest.mark.parametrize("xid", [13, 31, None])
-def test_programs_are_told_whether_the_driver_logged_an_exception(
-    xid: int | None, reads_kernel_log: bool
-) -> None:
-    """A trap has no Xid 13. Where mpsd does not read the kernel log there may have been one."""
+def test_programs_are_told_whether_the_driver_logged_an_exception(xid: int | None, is_read: bool) -> None:
+    """A trap has no Xid 13. If mpsd does not read the kernel log there may have been one."""
     world = all_told(10, 11)
-    world.state = replace(world.state, policy=replace(world.state.policy, reads_kernel_log=reads_kernel_log))
+    world.do(mev.KernelLogFollowed(is_read))
+    world.now += 5
     if xid is not None:
         world.kernel(xid, "Graphics SM Warp Exception on (GPC 0, TPC 0, SM 0): Misaligned Address", None, "")
     world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
     told = {e.process.pid: e.exception_logged for e in world.made(fx.Move)}
-    assert told == dict.fromkeys((10, 11), xid == 13 or not reads_kernel_log)
+    assert told == dict.fromkeys((10, 11), xid == 13 or not is_read)
+
+
+def test_a_log_that_mpsd_reads_only_lately_may_have_had_an_exception() -> None:
+    """For instance it has started after the fault."""
+    world = all_told(10)
+    world.do(mev.KernelLogFollowed(True))
+    world.now += 0.5
+    world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
+    assert [e.exception_logged for e in world.made(fx.Move)] == [True]
+
+
+def test_an_exception_of_an_unknown_gpu_counts_for_each() -> None:
+    world = all_told(10)
+    world.do(kernel_xid(13, "Graphics SM Warp Exception", None, "", None))
+    world.do(ev.ServerFatalLogged("d1", "Server is handling a fatal GPU error."))
+    assert [e.exception_logged for e in world.made(fx.Move)] == [True]
+
+
+def test_where_the_driver_logged_an_exception_nobody_has_the_error_of_a_trap() -> None:
+    world = all_told(10, 11)
+    exception(world)
+    moves(world, {10: FIRST, 11: NO_SIGN})
+    assert killed(world) == set() and offender(world)[0] is None
 
 
 def free_to_go_on(world: Site) -> dict[int, bool]:
@@ -306,7 +331,6 @@ def test_who_was_in_doubt_waits_for_its_turn_even_if_it_denies_the_next_fault() 
 def test_an_exception_logged_for_an_earlier_fault_counts_for_a_while(later_s: float, logged: bool) -> None:
     """In a burst a line may be attributed to the fault of before."""
     world = all_told(10)
-    world.state = replace(world.state, policy=replace(world.state.policy, reads_kernel_log=True))
     exception(world)
     comes(world, 10, 30, waits=False)
     world.started("d3")

@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd.base.model import ExceptionOwner, FailoverMode, Reclaimable, ReplayMode, SnapshotBudget
+from mpsd.core import effects as fx
+from mpsd.daemon.failover import order_of
 from mpsd.failover import messages
 from mpsd.failover.messages import Kind, Message, WireError, pack, unpack
+from tests.support.core import process
 
 HEADER = Path(__file__).resolve().parents[2] / "clients" / "libcuda" / "src" / "failoverwire.h"
 U64 = st.integers(0, 2**64 - 1)
@@ -98,3 +101,20 @@ def test_the_header_s_constants_are_these() -> None:
     assert rooms == (messages.PATH_ROOM, messages.TEXT_ROOM, messages.VALUES)
     flags = ("TAKES_FENCED", "GIVES", "BUDGETS")
     assert {name: int(defined[name]) for name in flags} == {name: getattr(messages, name) for name in flags}
+
+
+@pytest.mark.parametrize(
+    ("effect", "values"),
+    [
+        (fx.Move(process(7), 2, "a fault"), (0, 0, 0, 0)),
+        (fx.Move(process(7), 2, "drained", planned=True, again=ReplayMode.AGAIN), (1, 1, 0, 0)),
+        (fx.Move(process(7), 2, "a fault", again=ReplayMode.IN_TURN, exception_logged=False), (0, 2, 1, 0)),
+        (fx.Move(process(7), 2, "a fault", again=ReplayMode.IN_TURN, may_go_on=True), (0, 2, 0, 1)),
+    ],
+)
+def test_an_order_to_move_has_its_values_in_the_order_of_the_header(
+    effect: fx.Move, values: tuple[int, ...]
+) -> None:
+    order = order_of(effect)
+    assert (order.kind, order.generation, order.text) == (Kind.MOVE, 2, effect.why)
+    assert order.values == values

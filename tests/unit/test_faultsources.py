@@ -10,11 +10,14 @@ from mpsd.base.conditions import Code, Condition
 from mpsd.base.errors import GpuError
 from mpsd.base.model import KernelXid
 from mpsd.core import events as ev
+from mpsd.core.failover import reports as mev
 from mpsd.daemon.faultsources import FaultSources
 
 
 class Source:
     """A source with something to read, which fails when it is read."""
+
+    overruns = 0
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -73,9 +76,10 @@ def test_a_source_that_ends_is_told_once() -> None:
 
 
 class KernelLog(Source):
-    """A kernel log with one Xid in it."""
+    """A kernel log with one Xid in it, before which lines were lost."""
 
     def drain(self) -> list[KernelXid]:
+        self.overruns = 1
         return [KernelXid("0000:01:00.0", 13, None, "", "an Xid", 1)] if drained(self.reader) else []
 
 
@@ -92,10 +96,11 @@ def test_the_kernel_log_is_read_at_once_before_an_event_that_needs_it() -> None:
     async def run() -> None:
         sources = FaultSources(Backend(GpuError("no driver"), KernelLog()), [], seen.append)  # type: ignore[arg-type]
         try:
+            assert seen == [mev.KernelLogFollowed(True)]
             sources.read_kernel_log()
-            assert [e.xid.xid for e in seen if isinstance(e, ev.KernelXidSeen)] == [13]
+            assert [type(e) for e in seen[1:]] == [ev.KernelXidSeen, mev.KernelLogFollowed]
             sources.read_kernel_log()
-            assert len(seen) == 1
+            assert len(seen) == 3
         finally:
             sources.close()
         sources.read_kernel_log()
@@ -104,8 +109,10 @@ def test_the_kernel_log_is_read_at_once_before_an_event_that_needs_it() -> None:
 
 
 def test_a_lost_kernel_log_is_read_no_more() -> None:
+    seen: list[ev.Event] = []
+
     async def run() -> list[Condition]:
-        sources = FaultSources(Backend(GpuError("no driver"), Source()), [], lambda event: None)  # type: ignore[arg-type]
+        sources = FaultSources(Backend(GpuError("no driver"), Source()), [], seen.append)  # type: ignore[arg-type]
         try:
             sources.read_kernel_log()
             sources.read_kernel_log()
@@ -114,3 +121,4 @@ def test_a_lost_kernel_log_is_read_no_more() -> None:
             sources.close()
 
     assert [c.code for c in asyncio.run(run())] == [Code.XIDS_NOT_SEEN, Code.SIGNS_LOST]
+    assert seen == [mev.KernelLogFollowed(True), mev.KernelLogFollowed(False)]

@@ -262,6 +262,9 @@ bool mpsd_zones_freed(uint64_t base, bool keep)
 	let_out_old();
 	piece = mpsd_living_take(base);
 	if (piece) {
+		/* Its turn to be covered has not come yet. */
+		if (keep && granted && !lifted && !piece->laid)
+			cover(piece);
 		mpsd_ledger->uncovered -= piece->bare;
 		kept = keep && granted && put_into_quarantine(piece);
 		if (!kept) {

@@ -5,7 +5,8 @@
  * uvmrange.h's business.
  *
  * Nothing here ever fails an allocation: what cannot be covered is not, and counted in the ledger. Called
- * under the lock of memory.c, but for granted, refused and step, which are the channel's thread's.
+ * under the lock of memory.c, but for granted and refused, which are the channel's thread's, and step, which is
+ * the mover's too.
  */
 #pragma once
 

@@ -339,7 +339,9 @@ def _move_late(draft: Draft, participant: Participant, target: Domain) -> None:
     for record in reversed(draft.state.failovers):
         if record.domain == participant.home and any(f.process == participant.process for f in record.fates):
             sure = [*culprits(faults), *(f.process for f in record.fates if f.why == FAULTED_AGAIN)]
-            _tell(draft, participant, "its domain faulted", again=replay_mode(home, faults, sure))
+            again = replay_mode(home, faults, sure)
+            logged = at.may_have_logged_exception(draft.state, home.gpus, draft.now)
+            _tell(draft, participant, "its domain faulted", again=again, exception_logged=logged)
             told_ms = round((draft.now - record.at) * 1e3, 3)
             revise(draft, record, participant.process, outcome=Outcome.TOLD, why="", told_ms=told_ms)
             draft.emit(ArmTimer("failover-wait", str(record.id), draft.state.policy.move_wait_s))
@@ -422,10 +424,8 @@ def _record(
         again = ReplayMode.AT_ONCE
     if domain.is_dead:
         serialreplay.end_all_turns(draft, domain)
-    # After a trap there is no such line. After any other SM exception it comes before the server's.
-    logged = not draft.state.policy.reads_kernel_log or at.exception_logged(
-        draft.state, domain.gpus, draft.now
-    )
+    # After a trap there is no such line. After other SM exceptions it was seen to come before the server's.
+    logged = at.may_have_logged_exception(draft.state, domain.gpus, draft.now)
     entries = []
     for process, refusal in refusals.items():
         participant = draft.state.members[process]

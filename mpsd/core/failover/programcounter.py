@@ -84,17 +84,18 @@ def settle(draft: Draft, process: ProcessInstance) -> None:
     if record is None or participant is None or not all(_denies(f, claims[0]) for f in told):
         return
     fault = _unnamed(draft, record)
+    is_first = claims[0].whose is ExceptionOwner.FIRST
+    if fault is None or (is_first and at.may_have_logged_exception(draft.state, fault.gpus, draft.now)):
+        # Only a trap's author has its error like that, and after a trap there is no such line in the log.
+        return
     # `among`: every client of the domain was told to move. A participant that had its turn is cleared.
-    others_deny = claims[0].whose is ExceptionOwner.FIRST and _others_deny(draft, record, fault)
+    others_deny = is_first and _others_deny(draft, record, fault)
     all_deny = participant.among or others_deny
     if not (all_deny and participant.turn is Turn.WAITS and participant.home == record.to):
         return
     # Search the suspects of then: a program that has moved may no longer be a client of that domain.
-    there = (
-        (p for p in fault.suspects if p.id.process == participant.process) if fault is not None else iter(())
-    )
-    party = next(there, None)
-    if party is None or fault is None:
+    party = next((p for p in fault.suspects if p.id.process == participant.process), None)
+    if party is None:
         return
     offender = participant.process
     known = replace(
@@ -119,18 +120,16 @@ def settle(draft: Draft, process: ProcessInstance) -> None:
     serialreplay.replay_together(draft, record.to)
 
 
-def _others_deny(draft: Draft, record: FailoverRecord, fault: FaultRecord | None) -> bool:
+def _others_deny(draft: Draft, record: FailoverRecord, fault: FaultRecord) -> bool:
     """Return whether this fault is a trap, and all clients that take no part in this fail-over denied it.
 
     They did not if a further participant was told to move later.
     """
     domain = draft.state.domains.get(record.domain)
     of_fault = (r for r in draft.state.failovers if r.domain == record.domain and r.fault is not None)
-    if domain is None or fault is None or any(r.id != record.id for r in of_fault):
+    if domain is None or any(r.id != record.id for r in of_fault):
         return False
-    # In a burst the line of another kind of exception may be attributed to another fault.
-    is_trap = fault.fault_class == "sm-trap" and not at.exception_logged(draft.state, domain.gpus, draft.now)
-    return is_trap and domain.without_denial == frozenset()
+    return fault.fault_class == "sm-trap" and domain.without_denial == frozenset()
 
 
 def _denies(entry: ParticipantOutcome, claim: ParticipantOutcome) -> bool:

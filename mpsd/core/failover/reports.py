@@ -212,6 +212,13 @@ class ClientQueried:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelLogFollowed:
+    """From now on mpsd reads each line of the kernel log, or it does not (`is_read`)."""
+
+    is_read: bool
+
+
+@dataclass(frozen=True, slots=True)
 class MemberPages:
     """Pages [start, end) that an abandoned driver instance shared with the GPU; start = end: none.
 
@@ -268,6 +275,7 @@ MemberEvent = (
     | MemberMoved
     | MemberFoundCode
     | ClientQueried
+    | KernelLogFollowed
     | MemberPages
     | MemberDone
     | MemberStayed

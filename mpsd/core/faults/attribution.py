@@ -11,6 +11,7 @@ The evidential value of each sign (measured, faultinject/evidence/mechanisms-fau
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -319,15 +320,14 @@ def matching_unattributed(state: State, gpus: tuple[str, ...], now: float) -> tu
     return tuple(s for s in state.strays if s.gpu in gpus and not s.foreign and now - s.evidence.at <= window)
 
 
-def exception_logged(state: State, gpus: tuple[str, ...], now: float) -> bool:
-    """Return whether the driver lately logged an SM exception (Xid 13) on one of these GPUs.
+def may_have_logged_exception(state: State, gpus: tuple[str, ...], now: float) -> bool:
+    """Return whether the driver lately logged an SM exception (Xid 13) on one of these GPUs, or may have.
 
-    It counts whichever fault it was attributed to: soon after a fault of another domain that may be wrong.
+    It counts whichever fault the line was attributed to: soon after another fault that may be wrong.
     """
-    records = (r for r in state.open_faults if set(r.gpus) & set(gpus))
-    signs = [e for r in records for e in r.evidence]
-    signs += [s.evidence for s in matching_unattributed(state, gpus, now)]
-    return any(e.xid == SM_EXCEPTION_XID and now - e.at <= join_window_s(state) for e in signs)
+    window, since = join_window_s(state), state.log_read_since
+    times = [state.exceptions.get(gpu, -math.inf) for gpu in (*gpus, "")]
+    return since is None or now - max(since, *times) <= window
 
 
 def name_only_suspect(record: FaultRecord) -> FaultRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 
 from mpsd.base.model import Access, AddressKind, Confidence, ProcessInstance, ServerState
 from mpsd.core import domains
@@ -11,6 +12,7 @@ from mpsd.core.clients import mark_endless, on_server_gone
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, Inspect
 from mpsd.core.failover import outcomes, plan
+from mpsd.core.failover import reports as mev
 from mpsd.core.faults import attribution as at
 from mpsd.core.faults import outside, poisoned, servers, sources, taxonomy, unattributed
 from mpsd.core.faults.recording import deviceless, join, revise, write
@@ -257,7 +259,18 @@ def _blame(draft: Draft, record: FaultRecord) -> FaultRecord:
     return at.name_only_suspect(record)
 
 
+def on_kernel_log(draft: Draft, event: mev.KernelLogFollowed) -> None:
+    draft.state = replace(draft.state, log_read_since=draft.now if event.is_read else None)
+
+
+def _note_exception(draft: Draft, gpu: str | None, xid: int) -> None:
+    if xid == at.SM_EXCEPTION_XID:
+        known = {**draft.state.exceptions, gpu or "": draft.now}
+        draft.state = replace(draft.state, exceptions=MappingProxyType(known))
+
+
 def on_kernel_xid(draft: Draft, event: ev.KernelXidSeen) -> None:
+    _note_exception(draft, event.gpu, event.xid.xid)
     sign = at.kernel_evidence(event.xid, draft.now)
     device = taxonomy.device_class(event.xid.xid)
     if device is not None:
@@ -303,6 +316,7 @@ def _echo(draft: Draft, domain: str, sign: Evidence) -> bool:
 
 
 def on_nvml_xid(draft: Draft, event: ev.NvmlXidSeen) -> None:
+    _note_exception(draft, event.xid.gpu_uuid, event.xid.xid)
     sign = Evidence(Source.NVML, draft.now, f"NVML Xid {event.xid.xid}", event.xid.xid)
     device = taxonomy.device_class(event.xid.xid)
     if device is not None:

@@ -29,7 +29,7 @@
 #include "failover/owned.h"
 #include "thread.h"
 
-#define GO_ON_MS 10		/* before what the resource manager is asked for next keeps it busy */
+#define GO_ON_MS 10		/* before what the resource manager is asked for next keeps it busy, and takes memory away */
 #define WAIT_MS 20
 
 static pthread_mutex_t look_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -47,6 +47,7 @@ struct subject {
 static struct {
 	unsigned int serial;
 	bool is_on;
+	bool is_late;			/* the context's memory may be gone meanwhile, and it be lost for that */
 	enum mpsd_failover_whose whose;
 } look;
 
@@ -156,7 +157,7 @@ static void *run(void *argument)
 	leave(of->moves);
 	pthread_mutex_lock(&look_lock);
 	if (look.serial == of->serial) {
-		look.whose = whose;
+		look.whose = look.is_late && whose == MPSD_FAILOVER_WHOSE_FIRST ? MPSD_FAILOVER_WHOSE_UNKNOWN : whose;
 		look.is_on = false;
 		pthread_cond_signal(&look_ended);
 	}
@@ -209,11 +210,13 @@ void mpsd_blame_begin(unsigned int number, bool was_logged)
 	pthread_mutex_lock(&look_lock);
 	*of = (struct subject){ number, ++look.serial, moves, mpsd_tables(), find_context(), was_logged };
 	look.whose = MPSD_FAILOVER_WHOSE_UNKNOWN;
+	look.is_late = false;
 	enter(moves);
 	look.is_on = mpsd_thread_start(run, of);
-	if (look.is_on && was_logged) {
+	if (look.is_on) {
 		await_look(GO_ON_MS);
-	} else if (!look.is_on) {
+		look.is_late = look.is_on;
+	} else {
 		leave(moves);
 		free(of);
 	}

@@ -112,7 +112,7 @@ static bool hold_and_switch(bool *planned, bool may_go_ahead, struct mpsd_times 
 /* Zones absorb in the copy that they were laid for. */
 static bool is_uncovered, is_covering;
 
-/* Piece by piece: each may wait for the driver, and who allocates or frees waits for one at most. */
+/* Piece by piece: each may wait for the driver, and who allocates or frees waits for no other. */
 bool mpsd_cover_step(void)
 {
 	if (!is_uncovered)
