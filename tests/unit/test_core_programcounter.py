@@ -338,3 +338,17 @@ def test_an_exception_logged_for_an_earlier_fault_counts_for_a_while(later_s: fl
     world.now += later_s
     world.do(ev.ServerFatalLogged("d2", "Server is handling a fatal GPU error."))
     assert [e.exception_logged for e in world.made(fx.Move)] == [logged]
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_nobody_is_named_beside_a_program_whose_present_home_is_not_known(heard: bool) -> None:
+    """mpsd was started again: by its records 12 lives in d2, but it may have moved to d1 since."""
+    world = all_told(10, 11)
+    world.do(mev.MemberRestored(process(12), 1000, FailoverMode.EXACT, "d2"))
+    for domain in ("d1", "d2"):
+        world.attach(12, domain)
+    if heard:
+        world.hello(12, FailoverMode.EXACT, 2)
+    exception(world)
+    moves(world, {10: OWN, 11: OTHERS})
+    assert killed(world) == ({10} if heard else set())

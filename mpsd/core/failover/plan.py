@@ -438,7 +438,7 @@ def _record(
         ):
             leave_behind(draft, participant, refusal)
         entries.append(_entry(draft.state, participant, refusal, participant.process in suspected))
-    all_known = not (domain.may_lack_clients or late)
+    all_known = not (late or suspects.may_lack_work(draft.state, domain))
     if all_known and again is ReplayMode.IN_TURN and any(is_sm_exception(f) for f in faults):
         serialreplay.note_among(draft, here, told)
     if all_known and again in (ReplayMode.IN_TURN, ReplayMode.AT_ONCE):

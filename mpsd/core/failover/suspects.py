@@ -72,6 +72,15 @@ def processes_with_work(state: State, domain: Domain, now: float) -> set[Process
     return {c.id.process for c in here} | {d.id.process for d in exited}
 
 
+def may_lack_work(state: State, domain: Domain) -> bool:
+    """Return whether work may run in this domain of which mpsd does not know.
+
+    After its start mpsd may know an earlier home of a program that has not said HELLO yet.
+    """
+    clients = (state.members.get(c.id.process) for c in state.clients_of(domain.id))
+    return domain.may_lack_clients or any(m is not None and not m.heard for m in clients)
+
+
 def named_by_trial(state: State, domain: Domain, now: float, first: float) -> list[ProcessInstance]:
     """Return the participant that the present fault of its trial domain names; empty if it names none.
 
@@ -80,7 +89,8 @@ def named_by_trial(state: State, domain: Domain, now: float, first: float) -> li
     participant = state.members.get(domain.trial) if domain.trial is not None else None
     if participant is None or participant.home != domain.id or participant.turn is not Turn.HAS:
         return []
-    alone = not domain.may_lack_clients and processes_with_work(state, domain, now) <= {participant.process}
+    alone = processes_with_work(state, domain, now) <= {participant.process}
+    alone = alone and not may_lack_work(state, domain)
     # Which contexts are idle is a claim of their programs, and another user's claim counts for nothing here.
     here = {c.facts.uid for c in state.clients_of(domain.id) if c.id.process != participant.process}
     alone = alone and here <= {participant.uid}
