@@ -340,7 +340,7 @@ class Daemon(NodeViews):
             prefetch(event.facts.uid)
         elif isinstance(event, ev.SlotWanted) and event.uid is not None:
             prefetch(event.uid)
-        elif isinstance(event, ev.ServerFatalLogged):
+        elif isinstance(event, ev.ServerFatalLogged | ev.ServerStateSeen | ev.ServerAtFault):
             self._sources.read_kernel_log()
         self.runtime.post(event)
         if isinstance(event, ev.ClientAttached):

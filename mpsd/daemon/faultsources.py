@@ -58,7 +58,7 @@ class FaultSources:
             assert isinstance(xid, KernelXid)
             gpu = next((g.uuid for g in self._gpus if g.pci.startswith(xid.pci.lower())), None)
             self._post(ev.KernelXidSeen(gpu, xid))
-        if source.overruns != before:
+        if source.overruns != before and self._kernel_log is source:
             # It is followed anew: lines are missing.
             self._post(mev.KernelLogFollowed(True))
 

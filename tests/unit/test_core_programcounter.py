@@ -327,6 +327,47 @@ def test_who_was_in_doubt_waits_for_its_turn_even_if_it_denies_the_next_fault() 
     assert {e.process.pid: e.may_go_on for e in world.made(fx.Move)} == {11: False}
 
 
+@pytest.mark.parametrize("heard_before_fault", [True, False])
+def test_a_replay_without_a_turn_counts_whenever_mpsd_hears_of_it(heard_before_fault: bool) -> None:
+    """The domain faults while the program replays; its report may come after the sign of that."""
+    world = all_told(10, 11)
+    exception(world)
+    world.started("d3")
+    world.do(mev.MemberFoundCode(process(11), 2, OTHERS, goes_on=True))
+    if heard_before_fault:
+        comes(world, 11, 30)
+    world.do(ev.ServerFatalLogged("d2", "Server is handling a fatal GPU error."))
+    if not heard_before_fault:
+        comes(world, 11, 30)
+    assert world.state.members[process(11)].doubts == 1 and 11 not in turns_of(world)
+    world.is_ready(11, 3)
+    assert [e.may_go_on for e in world.made(fx.Move)] == [False]
+
+
+def test_who_waits_for_its_turn_does_not_go_on_by_denying_the_next_fault() -> None:
+    """Client 10 found nothing about the first fault, and has not replayed since."""
+    world = all_told(10, 11, 12)
+    exception(world)
+    for pid, takes_ms in ((10, 50), (11, 15), (12, 20)):
+        comes(world, pid, takes_ms)
+    assert turns_of(world)[10] is Turn.WAITS
+    world.started("d3")
+    world.do(ev.ServerFatalLogged("d2", "Server is handling a fatal GPU error."))
+    world.is_ready(10, 3)
+    assert [(e.process.pid, e.may_go_on) for e in world.made(fx.Move)] == [(10, False)]
+
+
+@pytest.mark.parametrize("later_s", [0.5, 5.0])
+def test_a_participant_that_is_told_late_reads_the_sms(later_s: float) -> None:
+    world = all_told(10)
+    world.attach(11, "d1")
+    world.hello(11, FailoverMode.EXACT)
+    exception(world)
+    world.now += later_s
+    world.is_ready(11, 2)
+    assert [(e.process.pid, e.exception_logged) for e in world.made(fx.Move)] == [(11, True)]
+
+
 @pytest.mark.parametrize(("later_s", "logged"), [(0.5, True), (5.0, False)])
 def test_an_exception_logged_for_an_earlier_fault_counts_for_a_while(later_s: float, logged: bool) -> None:
     """In a burst a line may be attributed to the fault of before."""

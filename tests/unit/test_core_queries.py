@@ -154,7 +154,10 @@ def test_an_address_in_its_own_code_is_no_claim_to_a_trap() -> None:
     assert killed(world) == set() and offender(world)[0] is None
 
 
-def test_in_a_burst_the_line_of_an_exception_may_belong_to_the_fault_that_seems_a_trap() -> None:
+@pytest.mark.parametrize("later_s", [0.0, 2.5])
+def test_in_a_burst_the_line_of_an_exception_may_belong_to_the_fault_that_seems_a_trap(
+    later_s: float,
+) -> None:
     """The driver logged it while a fault of another domain was open, so it was attributed to that."""
     world = all_told(10, 11)
     trap(world)
@@ -169,6 +172,8 @@ def test_in_a_burst_the_line_of_an_exception_may_belong_to_the_fault_that_seems_
     queries(world, SECOND_STRANGER, "d2")
     for pid, whose in ((10, NO_SIGN), (11, FIRST)):
         world.do(mev.MemberFoundCode(process(pid), 3, whose))
+    world.now += later_s
+    for pid in (10, 11):
         arrives(world, pid, 3)
     newest = max(world.records().values(), key=lambda r: r.id)
     assert (newest.domain, newest.fault_class) == ("d2", "sm-trap")

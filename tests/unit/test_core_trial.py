@@ -454,3 +454,23 @@ def test_a_program_that_connects_again_while_it_waits_is_a_suspect() -> None:
     world.hello(11, FailoverMode.EXACT, 2)
     arrives(world, 11, 2)
     assert world.state.members[process(11)].suspected and turns(world) == [10]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_no_standby_domain_becomes_a_trial_domain_in_which_an_unheard_program_may_work(
+    is_there: bool,
+) -> None:
+    """mpsd was started again: by its records the program lives in d1, but it may have moved to d3 since."""
+    world = all_told(10, 11)
+    another(world, 9, "a stranger")
+    if is_there:
+        world.do(mev.MemberRestored(process(13), 1000, FailoverMode.EXACT, "d1"))
+        world.attach(13, "d1")
+    exception(world)
+    world.started("d3")
+    if is_there:
+        world.attach(13, "d3")
+    for pid, whose in ((10, ExceptionOwner.OWN), (11, OTHERS)):
+        world.do(mev.MemberFoundCode(process(pid), 2, whose))
+        comes(world, pid, 30)
+    assert world.state.domains["d3"].trial == (None if is_there else process(10))

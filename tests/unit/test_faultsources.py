@@ -122,3 +122,23 @@ def test_a_lost_kernel_log_is_read_no_more() -> None:
 
     assert [c.code for c in asyncio.run(run())] == [Code.XIDS_NOT_SEEN, Code.SIGNS_LOST]
     assert seen == [mev.KernelLogFollowed(True), mev.KernelLogFollowed(False)]
+
+
+class Overrun(Source):
+    """A kernel log that loses lines and then ends."""
+
+    def drain(self) -> list[Any]:
+        self.overruns += 1
+        return super().drain()
+
+
+def test_a_log_that_ends_after_it_lost_lines_is_not_read() -> None:
+    seen: list[ev.Event] = []
+
+    async def run() -> None:
+        sources = FaultSources(Backend(GpuError("no driver"), Overrun()), [], seen.append)  # type: ignore[arg-type]
+        sources.read_kernel_log()
+        sources.close()
+
+    asyncio.run(run())
+    assert seen == [mev.KernelLogFollowed(True), mev.KernelLogFollowed(False)]

@@ -252,6 +252,13 @@ static bool put_into_quarantine(struct piece *piece)
 	return true;
 }
 
+/* The turn of a piece to be covered again may not have come yet. */
+static void cover_late(struct piece *piece)
+{
+	if (granted && !lifted && !piece->laid && piece->size <= limits.quarantine_bytes)
+		cover(piece);
+}
+
 bool mpsd_zones_freed(uint64_t base, bool keep)
 {
 	struct piece *piece;
@@ -262,9 +269,8 @@ bool mpsd_zones_freed(uint64_t base, bool keep)
 	let_out_old();
 	piece = mpsd_living_take(base);
 	if (piece) {
-		/* Its turn to be covered has not come yet. */
-		if (keep && granted && !lifted && !piece->laid)
-			cover(piece);
+		if (keep)
+			cover_late(piece);
 		mpsd_ledger->uncovered -= piece->bare;
 		kept = keep && granted && put_into_quarantine(piece);
 		if (!kept) {

@@ -242,7 +242,8 @@ class ParticipantOutcome:
     """The outcome of a fail-over for one participant.
 
     Times in ms since it was told to move, as it reports. Exceptions by the daemon's clock: `turn_ms`, when
-    its turn was given (unless it replayed at once), and `done_ms`, when it reported the end of its replay.
+    its turn was given (or mpsd heard that it replays without), and `done_ms`, when it reported the end of its
+    replay.
     `whose`: its finding about the origin of the fault. `left`: the budget for which it had left fail-over.
     """
 

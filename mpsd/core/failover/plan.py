@@ -277,7 +277,8 @@ def _tell(
     # On a guess it is told to wait for its turn, too: it looks for the fault in its own code first.
     said = ReplayMode.IN_TURN if again is ReplayMode.AT_ONCE else again
     # A denial then suffices for it to replay (serialreplay.py).
-    may_go_on = said is ReplayMode.IN_TURN and not (is_suspect or participant.suspected or participant.doubts)
+    doubtful = participant.suspected or participant.doubts or participant.turn is not Turn.NONE
+    may_go_on = said is ReplayMode.IN_TURN and not doubtful
     order = Move(participant.process, participant.generation, why, planned, said, exception_logged, may_go_on)
     draft.emit(order)
     told = tuple(t for t in participant.told if draft.now - t < MINUTE_S)
@@ -339,9 +340,7 @@ def _move_late(draft: Draft, participant: Participant, target: Domain) -> None:
     for record in reversed(draft.state.failovers):
         if record.domain == participant.home and any(f.process == participant.process for f in record.fates):
             sure = [*culprits(faults), *(f.process for f in record.fates if f.why == FAULTED_AGAIN)]
-            again = replay_mode(home, faults, sure)
-            logged = at.may_have_logged_exception(draft.state, home.gpus, draft.now)
-            _tell(draft, participant, "its domain faulted", again=again, exception_logged=logged)
+            _tell(draft, participant, "its domain faulted", again=replay_mode(home, faults, sure))
             told_ms = round((draft.now - record.at) * 1e3, 3)
             revise(draft, record, participant.process, outcome=Outcome.TOLD, why="", told_ms=told_ms)
             draft.emit(ArmTimer("failover-wait", str(record.id), draft.state.policy.move_wait_s))
@@ -425,7 +424,7 @@ def _record(
     if domain.is_dead:
         serialreplay.end_all_turns(draft, domain)
     # After a trap there is no such line. After other SM exceptions it was seen to come before the server's.
-    logged = at.may_have_logged_exception(draft.state, domain.gpus, draft.now)
+    logged = late or at.may_have_logged_exception(draft.state, domain.gpus, first)
     entries = []
     for process, refusal in refusals.items():
         participant = draft.state.members[process]

@@ -85,7 +85,7 @@ def settle(draft: Draft, process: ProcessInstance) -> None:
         return
     fault = _unnamed(draft, record)
     is_first = claims[0].whose is ExceptionOwner.FIRST
-    if fault is None or (is_first and at.may_have_logged_exception(draft.state, fault.gpus, draft.now)):
+    if fault is None or (is_first and at.may_have_logged_exception(draft.state, fault.gpus, record.at)):
         # Only a trap's author has its error like that, and after a trap there is no such line in the log.
         return
     # `among`: every client of the domain was told to move. A participant that had its turn is cleared.

@@ -84,5 +84,9 @@ def for_trial(state: State, slot: Slot, now: float) -> Domain | None:
     """
     standbys = [state.domains[name] for name in (slot.second, slot.spare) if name is not None]
     warm = (d for d in standbys if d.state is DomainState.WARM and d.server is not None)
-    sure = (d for d in warm if not (d.may_lack_clients or suspects.processes_with_work(state, d, now)))
+    sure = (
+        d
+        for d in warm
+        if not (suspects.may_lack_work(state, d) or suspects.processes_with_work(state, d, now))
+    )
     return next(sure, None)

@@ -134,11 +134,16 @@ def end_all_turns(draft: Draft, domain: Domain) -> None:
 
 
 def wait(draft: Draft, participant: Participant, operations: int, takes_s: float) -> None:
-    """Let this participant, which has moved and holds its calls, replay when it may.
+    """Let this participant, which has moved and holds its calls (or replays at once), replay when it may.
 
     `operations`: how many it has to replay. `takes_s`: how long these took before [s]; 0 if the program does
     not state it.
     """
+    if participant.goes_on and draft.state.has_lost(participant):
+        # It has replayed there, but its report comes after the fault.
+        doubted = replace(participant, turn=Turn.NONE, goes_on=False, doubts=participant.doubts + 1)
+        draft.put_participant(doubted)
+        return
     takes_s = takes_s or operations * OPERATION_S
     gathers = takes_s > SHORT_REPLAY_S
     participant = replace(participant, turn=Turn.WAITS, takes_s=takes_s, gathers=gathers)

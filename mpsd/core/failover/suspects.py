@@ -133,7 +133,7 @@ def is_occupied(state: State, name: str | None) -> bool:
     domain = state.domains.get(name or "")
     if domain is None:
         return False
-    return domain.may_lack_clients or any(
+    return may_lack_work(state, domain) or any(
         not (c.waited or state.is_standby_context(c)) for c in state.clients_of(domain.id)
     )
 

@@ -320,14 +320,15 @@ def matching_unattributed(state: State, gpus: tuple[str, ...], now: float) -> tu
     return tuple(s for s in state.strays if s.gpu in gpus and not s.foreign and now - s.evidence.at <= window)
 
 
-def may_have_logged_exception(state: State, gpus: tuple[str, ...], now: float) -> bool:
-    """Return whether the driver lately logged an SM exception (Xid 13) on one of these GPUs, or may have.
+def may_have_logged_exception(state: State, gpus: tuple[str, ...], when: float) -> bool:
+    """Return whether the driver may have logged an SM exception (Xid 13) of a fault of that time.
 
-    It counts whichever fault the line was attributed to: soon after another fault that may be wrong.
+    `when`: monotonic seconds. Any such line on one of these GPUs counts, from a while before, whichever fault
+    it was attributed to: soon after another fault that may be wrong.
     """
-    window, since = join_window_s(state), state.log_read_since
+    since = state.log_read_since
     times = [state.exceptions.get(gpu, -math.inf) for gpu in (*gpus, "")]
-    return since is None or now - max(since, *times) <= window
+    return since is None or max(since, *times) >= when - join_window_s(state)
 
 
 def name_only_suspect(record: FaultRecord) -> FaultRecord:

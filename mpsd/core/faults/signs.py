@@ -11,7 +11,7 @@ from mpsd.core import events as ev
 from mpsd.core.clients import mark_endless, on_server_gone
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, Inspect
-from mpsd.core.failover import outcomes, plan
+from mpsd.core.failover import outcomes, plan, suspects
 from mpsd.core.failover import reports as mev
 from mpsd.core.faults import attribution as at
 from mpsd.core.faults import outside, poisoned, servers, sources, taxonomy, unattributed
@@ -485,10 +485,11 @@ def on_work_runs(draft: Draft, event: ev.WorkRuns) -> None:
         c.id.process != client.id.process and not draft.state.is_idle(c)
         for c in draft.state.clients_of(domain.id)
     )
+    others = others or suspects.may_lack_work(draft.state, domain)
     record = replace(
         _new(draft, domain, "hang"),
         offender=at.party(client),
-        confidence=Confidence.LIKELY if others or domain.may_lack_clients else Confidence.CERTAIN,
+        confidence=Confidence.LIKELY if others else Confidence.CERTAIN,
         suspects=(),
         victims=(),
         revision=1,

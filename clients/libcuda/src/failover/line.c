@@ -178,7 +178,7 @@ static bool have_turn(bool may)
 	return !mpsd_turn_is_due() || mpsd_turn_have(may, atomic_load(&line), home);
 }
 
-/* That the exception was its own. */
+/* Whether it says that the exception was not its own. */
 static bool denies(const struct mpsd_times *times)
 {
 	return times->whose == MPSD_FAILOVER_WHOSE_OTHERS || times->whose == MPSD_FAILOVER_WHOSE_NO_SIGN;
