@@ -51,7 +51,8 @@ class Program:
 
     `offered`: the generation last offered. `makes`: so many of its replays fault again. `waits`: for its
     turn. `idles`: it launches nothing and takes no part in fail-over.
-    `last`: the generation to which it was last told to move.
+    `last`: the generation to which it was last told to move. `making`: number of the standby context that it
+    makes now.
     """
 
     process: ProcessInstance
@@ -67,6 +68,7 @@ class Program:
     makes: int = 0
     idles: bool = False
     last: int = 0
+    making: int = 0
     moves: bool = False
 
     @property
@@ -192,7 +194,8 @@ class Play:
             case fx.Record(record) if record.offender is not None:
                 self._is_named(record.offender.id.process, record.domain)
             case _ if isinstance(effect, WORDS):
-                self.after(0.001, lambda: self._hear(effect))
+                # A connection keeps the order of its messages.
+                self.after(0.001, lambda: self._hear(effect), exact=True)
 
     def _perform_hold(self, domain: str, clients: frozenset[ProcessInstance]) -> None:
         """Let most clients query the SMs, but no author of a trap."""
@@ -266,11 +269,18 @@ class Play:
         if not (program.alive and program.connected):
             return
         match word:
+            case fx.OfferStandby(_, generation) if generation == program.offered and program.ready:
+                ready = mev.MemberReady(program.process, generation, 0, 1 << 20)
+                self.after(0.001, lambda: self._say(program, ready))
+            case fx.OfferStandby(_, generation) if generation == program.offered and program.making:
+                # It makes one context for all offers of a generation.
+                pass
             case fx.OfferStandby(_, generation):
                 program.offered, program.ready = generation, False
-                self.after(self.random.choice([0.05, 0.3]), lambda: self._make(program, generation))
+                program.making = making = self._number + 1
+                self.after(self.random.choice([0.05, 0.3]), lambda: self._make(program, generation, making))
             case fx.StandDown(_, generation) if generation == program.offered:
-                program.offered, program.ready = 0, False
+                program.offered, program.ready, program.making = 0, False, 0
             case fx.Move(_, generation) if generation == program.offered and program.ready:
                 program.last = generation
                 program.ready, program.moves = False, True
@@ -297,27 +307,28 @@ class Play:
         gave = mev.MemberReleasedMemory(program.process, 1 << 20 if gives else 0, spared)
         self.after(0.002, lambda: self._say(program, gave))
 
-    def _make(self, program: Program, generation: int) -> None:
+    def _make(self, program: Program, generation: int, making: int) -> None:
         where = f"d{generation}"
-        if not program.alive or program.offered != generation:
+        if not program.alive or program.making != making:
             return
         if where in self.lost or where not in self.world.state.domains or self.random.random() < 0.1:
+            program.making = 0
             self._say(program, mev.MemberUnready(program.process, generation, "no", where not in self.lost))
             return
         program.contexts.add(where)
         self._notice(where, program)
-        self.after(0.03, lambda: self._is_made(program, generation))
+        self.after(0.03, lambda: self._is_made(program, generation, making))
 
-    def _is_made(self, program: Program, generation: int) -> None:
-        if program.alive and program.connected and program.offered == generation:
-            program.ready = True
+    def _is_made(self, program: Program, generation: int, making: int) -> None:
+        if program.alive and program.connected and program.making == making:
+            program.ready, program.making = True, 0
             self.do(mev.MemberReady(program.process, generation, 5_000_000, 1 << 20))
 
     def _move(self, program: Program, word: fx.Move) -> None:
         program.moves = False
         if not program.alive:
             return
-        left, program.lives, program.offered = program.lives, f"d{word.generation}", 0
+        left, program.lives, program.offered, program.making = program.lives, f"d{word.generation}", 0, 0
         in_flight = program.works or program.makes > 0
         program.waits = word.again is ReplayMode.IN_TURN and in_flight and program.connected
         waits = program.waits
@@ -442,7 +453,7 @@ class Play:
             self.after(0.05, lambda: self._connect(program))
             return
         if program.alive and not program.connected:
-            program.connected, program.offered, program.ready = True, 0, False
+            program.connected, program.offered, program.ready, program.making = True, 0, False, 0
             words = (program.process, UID, program.mode, program.generation, True, True)
             self.do(mev.MemberCame(*words))
             if program.waits:
@@ -475,7 +486,7 @@ class Play:
         for program in self.programs.values():
             if program.connected:
                 program.connected = program.ready = False
-                program.offered = 0
+                program.offered = program.making = 0
                 self.after(self.random.choice([0.1, 2.0]), lambda who=program: self._connect(who))  # type: ignore[misc]
         self.do(ev.SlotWanted(SLOT, (GPU,), UID, start=False))
         roles = {slot.active: DomainRole.ACTIVE, slot.spare: DomainRole.SPARE, slot.second: DomainRole.SECOND}
