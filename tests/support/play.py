@@ -480,7 +480,9 @@ class Play:
         slot = old.slots[SLOT]
         self._queue = [one for one in self._queue if "_perform" not in one[2].__qualname__]
         heapq.heapify(self._queue)
-        self.world.state, self._restarting = State(policy=old.policy, log_read_since=self.world.now), True
+        # The numbers of domains are on disk.
+        fresh = State(policy=old.policy, log_read_since=self.world.now, next_domain=old.next_domain)
+        self.world.state, self._restarting = fresh, True
         if self.random.random() < 0.5:
             self._fault_without_daemon(old.domains.get(slot.active or ""))
         for program in self.programs.values():
@@ -548,7 +550,7 @@ class Play:
             program.waits = program.mode is FailoverMode.EXACT and in_flight and not denies
             if program.waits:
                 generation = program.generation
-                give_up = lambda who=program, at=generation: self._give_up(who, at)  # type: ignore[misc]  # noqa: E731
+                give_up = lambda who=program, at=generation: self._give_up(who, at)  # noqa: E731
                 self.after(GIVES_UP_S, give_up, exact=True)
             elif in_flight:
                 self._do_again(program, program.generation)
