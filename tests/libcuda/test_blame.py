@@ -65,13 +65,23 @@ def in_flight(line: Line, ask: Program, gate: Gate, second: Domain, copies: Path
     assert ask("gpu.run('add', m, 8, 1)") == "0"
 
 
-def looked(line: Line, again: int = IN_TURN, *, unlogged: bool = False, free: bool = False) -> int:
-    """Return the finding that the program reports before it reports the move; 0: no finding."""
-    line.say(moving.MOVE, 1, again=again, unlogged=unlogged, free=free)
+def looked(
+    line: Line,
+    again: int = IN_TURN,
+    *,
+    unlogged: bool = False,
+    may_go_on: bool = False,
+    goes_on: bool = False,
+) -> int:
+    """Return the finding that the program reports before it reports the move; 0: no finding.
+
+    `goes_on`: whether it must say that it replays without a turn.
+    """
+    line.say(moving.MOVE, 1, again=again, unlogged=unlogged, may_go_on=may_go_on)
     found = 0
     while (said := line.hear(moving.LOOKED, moving.MOVED, moving.OWN_ERROR)).kind != moving.MOVED:
         if said.kind == moving.LOOKED:
-            assert said.generation == 1 and not found and not said.values[1]
+            assert said.generation == 1 and not found and said.values[1] == goes_on
             found = said.values[0]
     return found
 
@@ -108,26 +118,6 @@ def test_a_program_says_whether_it_was_in_its_own_code(
     goes_on(line, ask)
 
 
-def test_the_sms_are_not_read_where_no_exception_was_logged(
-    domain: Domain,
-    second: Domain,
-    post: Post,
-    ask: Program,
-    gate: Gate,
-    copies: Path,
-    kept: Path,
-    tmp_path: Path,
-) -> None:
-    """The SMs keep an address in the program's own code, which the program would find there."""
-    line = post.greet(moving.EXACT, look=2)
-    in_flight(line, ask, gate, second, copies)
-    kept.write_text(f"{code_of(ask):x}")
-    break_domain(domain)
-    until(lambda: (tmp_path / "asked").exists())
-    assert looked(line, unlogged=True) == NO_SIGN
-    goes_on(line, ask)
-
-
 @pytest.mark.parametrize("whose", [OTHERS, NO_SIGN])
 def test_who_denies_the_fault_goes_on_without_a_turn_if_it_may(
     domain: Domain,
@@ -140,18 +130,13 @@ def test_who_denies_the_fault_goes_on_without_a_turn_if_it_may(
     tmp_path: Path,
     whose: int,
 ) -> None:
+    """Where no exception was logged it does not read the SMs, which keep an address in its own code here."""
     line = post.greet(moving.EXACT, look=2)
     in_flight(line, ask, gate, second, copies)
-    if whose == OTHERS:
-        kept.write_text(f"{code_of(ask) + (1 << 40):x}")
+    kept.write_text(f"{code_of(ask) + (1 << 40 if whose == OTHERS else 0x40):x}")
     break_domain(domain)
     until(lambda: (tmp_path / "asked").exists())
-    line.say(moving.MOVE, 1, again=IN_TURN, free=True, unlogged=whose == NO_SIGN)
-    said = line.hear(moving.LOOKED, moving.OWN_ERROR)
-    while said.kind != moving.LOOKED:
-        said = line.hear(moving.LOOKED, moving.OWN_ERROR)
-    assert said.values[:2] == (whose, 1)
-    assert line.hear(moving.MOVED).values[5] > 0
+    assert looked(line, unlogged=whose == NO_SIGN, may_go_on=True, goes_on=True) == whose
     line.hear(moving.DONE)
     assert ask("gpu.sync(), gpu.word(m)") == "(0, 1)"
 
@@ -163,7 +148,7 @@ def test_who_claims_the_fault_waits_whatever_it_may(
     in_flight(line, ask, gate, second, copies)
     kept.write_text(f"{code_of(ask):x}")
     break_domain(domain)
-    assert looked(line, free=True) == OWN
+    assert looked(line, may_go_on=True) == OWN
     # No DONE comes before the turn.
     line.say(moving.MOVE, 1, again=IN_TURN)
     assert line.hear(moving.LOOKED).values[:2] == (OWN, 0)

@@ -352,35 +352,12 @@ def test_guard_zones_come_along(
     assert ask("[gpu.run('store', 0x7E0000000000, 4, 1), gpu.sync()]") == "[0, 700]"
 
 
-@pytest.mark.parametrize(
-    "ask", [{"zone_budget": str(1 << 30), "MPSD_FAILOVER": "exact"} | IMPATIENT], indirect=True
-)
-def test_a_program_goes_on_while_its_zones_are_laid_again(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
-) -> None:
-    """A launch with a pointer to the end of an allocation looks that up with the lock of the windows."""
-    with gate_of(second) as gate:
-        line = post.greet(moving.EXACT)
-        ask("m = gpu.memory(8 << 20); gpu.sync()")
-        stand_by(line, second, copies)
-        break_domain(domain)
-        gate.keep(LAY)
-        line.say(moving.MOVE, 1, again=1)
-        until(lambda: gate.kept() == LAY)
-        assert ask("[gpu.run('add', m, 2, m + (8 << 20)), gpu.sync()]") == "[0, 0]"
-        gate.keep(0)
-        line.hear(moving.MOVED)
-        assert ask("[gpu.run('store', m - 4, 4, 1), gpu.sync()]") == "[0, 0]"
+@contextmanager
+def laying_again(domain: Domain, second: Domain, post: Post, ask: Program, copies: Path) -> Iterator[None]:
+    """Move a program with the allocations `m`; on entry a thread is kept that is about to lay a zone again.
 
-
-@pytest.mark.parametrize(
-    "ask", [{"zone_budget": str(1 << 30), "MPSD_FAILOVER": "exact"} | IMPATIENT], indirect=True
-)
-@pytest.mark.parametrize("which", range(4))
-def test_what_is_freed_while_zones_are_laid_again_stays_covered(
-    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, which: int
-) -> None:
-    """Whether or not its turn to be covered has come."""
+    It goes on at the end, and the program has moved.
+    """
     with gate_of(second) as gate:
         line = post.greet(moving.EXACT)
         ask("m = [gpu.memory(8 << 20) for _ in range(4)]; gpu.sync()")
@@ -389,11 +366,36 @@ def test_what_is_freed_while_zones_are_laid_again_stays_covered(
         gate.keep(LAY)
         line.say(moving.MOVE, 1, again=1)
         until(lambda: gate.kept() == LAY)
-        ask.tell(f"gpu.code('cuMemFree_v2', m[{which}])")
+        yield
         gate.keep(0)
-        assert ask.answer() == "0"
         line.hear(moving.MOVED)
-        assert ask(f"[gpu.run('store', m[{which}], 4, 1), gpu.sync()]") == "[0, 0]"
+
+
+ZONES_EXACTLY = pytest.mark.parametrize(
+    "ask", [{"zone_budget": str(1 << 30), "MPSD_FAILOVER": "exact"} | IMPATIENT], indirect=True
+)
+
+
+@ZONES_EXACTLY
+def test_a_program_goes_on_while_its_zones_are_laid_again(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """A launch with a pointer to the end of an allocation looks that up with the lock of the windows."""
+    with laying_again(domain, second, post, ask, copies):
+        assert ask("[gpu.run('add', m[0], 2, m[0] + (8 << 20)), gpu.sync()]") == "[0, 0]"
+    assert ask("[gpu.run('store', m[0] - 4, 4, 1), gpu.sync()]") == "[0, 0]"
+
+
+@ZONES_EXACTLY
+@pytest.mark.parametrize("which", range(4))
+def test_what_is_freed_while_zones_are_laid_again_stays_covered(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path, which: int
+) -> None:
+    """Whether or not its turn to be covered has come."""
+    with laying_again(domain, second, post, ask, copies):
+        ask.tell(f"gpu.code('cuMemFree_v2', m[{which}])")
+    assert ask.answer() == "0"
+    assert ask(f"[gpu.run('store', m[{which}], 4, 1), gpu.sync()]") == "[0, 0]"
 
 
 def is_covered(ledger: LedgerView, address: int) -> bool:

@@ -53,7 +53,7 @@ class Line:
         planned: bool = False,
         again: int = 0,
         unlogged: bool = False,
-        free: bool = False,
+        may_go_on: bool = False,
         lazy: bool = False,
         short: bool = False,
         switch: bool = False,
@@ -66,12 +66,11 @@ class Line:
     ) -> None:
         """Send a message.
 
-        `planned`, `again`, `unlogged`, `free` (to go on if it denies the fault): MOVE; `lazy`, `short`,
-        `switch`, `look`, `left`, `budget`, `exposed`: WELCOME; `value`: GIVE, ROOM or LIMIT; `number`: ROOM
-        or LIMIT.
+        `planned`, `again`, `unlogged`, `may_go_on`: MOVE; `lazy`, `short`, `switch`, `look`, `left`,
+        `budget`, `exposed`: WELCOME; `value`: GIVE, ROOM or LIMIT; `number`: ROOM or LIMIT.
         """
         second = (again or number) + int(short) + SWITCH_KNOWN * int(switch)
-        values = (int(planned or lazy or value), second, int(look or unlogged), int(left or free))
+        values = (int(planned or lazy or value), second, int(look or unlogged), int(left or may_go_on))
         values += (int(budget is not None) + 2 * exposed, budget or 0)
         words = (path.encode(), text.encode())
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))

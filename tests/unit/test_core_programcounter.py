@@ -283,15 +283,11 @@ def test_where_the_driver_logged_an_exception_nobody_has_the_error_of_a_trap() -
     assert killed(world) == set() and offender(world)[0] is None
 
 
-def free_to_go_on(world: Site) -> dict[int, bool]:
-    return {e.process.pid: e.may_go_on for e in world.ever(fx.Move)}
-
-
 @pytest.mark.parametrize("denial", [OTHERS, NO_SIGN])
 def test_a_program_that_goes_on_is_told_of_no_turn(denial: ExceptionOwner) -> None:
     world = all_told(10, 11, 12)
     exception(world)
-    assert free_to_go_on(world) == dict.fromkeys((10, 11, 12), True)
+    assert {e.process.pid for e in world.made(fx.Move) if e.may_go_on} == {10, 11, 12}
     world.do(mev.MemberFoundCode(process(11), 2, denial, goes_on=True))
     comes(world, 11, 30)
     assert turns(world) == [] and turns_of(world)[11] is Turn.HAS

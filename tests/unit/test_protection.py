@@ -104,10 +104,7 @@ class Node:
             failover=FailoverSettings(mode=ReplaySetting(self.mode)),
         )
         devices = SimpleNamespace(driver_version=self._driver_version)
-        self.backend = cast(
-            Backend,
-            SimpleNamespace(name=backend, devices=devices, terminate_deadline_s=1.0, kernel_log=None),
-        )
+        self.backend = cast(Backend, SimpleNamespace(name=backend, devices=devices, terminate_deadline_s=1.0))
         with patch("mpsd.daemon.protection.drivers.proven", self._proven):
             return NodeProtection(
                 self.config,

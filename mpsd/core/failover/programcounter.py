@@ -27,6 +27,7 @@ from mpsd.core.failover.participants import FailoverRecord, Outcome, Participant
 from mpsd.core.faults import attribution as at
 from mpsd.core.faults import recording
 from mpsd.core.faults.records import Evidence, FaultRecord, Source
+from mpsd.core.state import State
 
 IN_ITS_CODE = "the exception was in its own code"
 HAD_ITS_ERROR = "its context had the error of a trap before it looked at the GPU"
@@ -89,7 +90,7 @@ def settle(draft: Draft, process: ProcessInstance) -> None:
         # Only a trap's author has its error like that, and after a trap there is no such line in the log.
         return
     # `among`: every client of the domain was told to move. A participant that had its turn is cleared.
-    others_deny = is_first and _others_deny(draft, record, fault)
+    others_deny = is_first and _others_deny(draft.state, record, fault)
     all_deny = participant.among or others_deny
     if not (all_deny and participant.turn is Turn.WAITS and participant.home == record.to):
         return
@@ -120,16 +121,16 @@ def settle(draft: Draft, process: ProcessInstance) -> None:
     serialreplay.replay_together(draft, record.to)
 
 
-def _others_deny(draft: Draft, record: FailoverRecord, fault: FaultRecord) -> bool:
+def _others_deny(state: State, record: FailoverRecord, fault: FaultRecord) -> bool:
     """Return whether this fault is a trap, and all clients that take no part in this fail-over denied it.
 
     They did not if a further participant was told to move later.
     """
-    domain = draft.state.domains.get(record.domain)
-    of_fault = (r for r in draft.state.failovers if r.domain == record.domain and r.fault is not None)
-    if domain is None or any(r.id != record.id for r in of_fault):
-        return False
-    return fault.fault_class == "sm-trap" and domain.without_denial == frozenset()
+    domain = state.domains.get(record.domain)
+    of_fault = (r for r in state.failovers if r.domain == record.domain and r.fault is not None)
+    is_only = all(r.id == record.id for r in of_fault)
+    is_trap = fault.fault_class == "sm-trap"
+    return is_only and is_trap and domain is not None and domain.without_denial == frozenset()
 
 
 def _denies(entry: ParticipantOutcome, claim: ParticipantOutcome) -> bool:

@@ -117,8 +117,8 @@ def _begin(draft: Draft, participant: Participant) -> None:
     if draft.state.has_lost(participant):
         return
     guessed = draft.now if participant.again is ReplayMode.AT_ONCE else participant.guessed
-    started = replace(participant, named=False, turn=Turn.HAS, since=draft.now, guessed=guessed)
-    draft.put_participant(replace(started, goes_on=False))
+    started = replace(participant, named=False, goes_on=False, turn=Turn.HAS)
+    draft.put_participant(replace(started, since=draft.now, guessed=guessed))
     if draft.state.domains[participant.home or ""].trial != participant.process:
         draft.emit(ArmTimer("failover-turn", subject_of(participant), TURN_S))
 

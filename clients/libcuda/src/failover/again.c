@@ -21,15 +21,15 @@ static CUresult see_it_end(int line, uint64_t epoch)
 {
 	struct pollfd polled = { .fd = line, .events = POLLIN };
 	uint64_t began = mpsd_now_ns(), passed = 0;
-	bool covers = true;
+	bool spins = true;
 	CUresult result;
 
 	while ((result = mpsd_exact_look(epoch)) == CUDA_ERROR_NOT_READY && passed < SEE_NS) {
 		/* A fence that comes late is about what was left. */
-		if (poll(&polled, 1, covers ? 0 : 1) && !mpsd_fence_hears())
+		if (poll(&polled, 1, spins ? 0 : 1) && !mpsd_fence_hears())
 			return result;
 		passed = mpsd_now_ns() - began;
-		covers = passed < SPIN_NS || mpsd_cover_step();
+		spins = passed < SPIN_NS || mpsd_cover_step();
 	}
 	return result;
 }

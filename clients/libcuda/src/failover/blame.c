@@ -47,7 +47,7 @@ struct subject {
 static struct {
 	unsigned int serial;
 	bool is_on;
-	bool is_late;			/* the context's memory may be gone meanwhile, and it be lost for that */
+	bool is_late;			/* the move takes memory away by now, and the context may be lost for that */
 	enum mpsd_failover_whose whose;
 } look;
 

@@ -110,19 +110,19 @@ static bool hold_and_switch(bool *planned, bool may_go_ahead, struct mpsd_times 
 }
 
 /* Zones absorb in the copy that they were laid for. */
-static bool is_uncovered, is_covering;
+static bool is_uncovered;
 
 /* Piece by piece: each may wait for the driver, and who allocates or frees waits for no other. */
 bool mpsd_cover_step(void)
 {
-	if (!is_uncovered)
-		return is_covering = is_covering && mpsd_zones_step();
-	is_uncovered = false;
-	pthread_mutex_lock(&mpsd_windows_lock);
-	mpsd_zones_lift();
-	mpsd_zones_lay();
-	pthread_mutex_unlock(&mpsd_windows_lock);
-	return is_covering = true;
+	if (is_uncovered) {
+		is_uncovered = false;
+		pthread_mutex_lock(&mpsd_windows_lock);
+		mpsd_zones_lift();
+		mpsd_zones_lay();
+		pthread_mutex_unlock(&mpsd_windows_lock);
+	}
+	return mpsd_zones_step();
 }
 
 void mpsd_cover_again(void)
