@@ -32,6 +32,8 @@ INVALID_VALUE = 1
 PIECE = 2 << 20
 PLAIN = "import struct, ctypes; ALLOWED = 14; PLAIN = struct.pack('<iiiiQQ', 1, 0, 1, 0, 0, 0); MIB = 1 << 20"
 CREATE = f"gpu.made('cuMemCreate', {PIECE}, PLAIN, 0)"
+OF_HOST = "HOST = struct.pack('<iiiiQQ', 1, 1, 3, 0, 0, 0)"
+HOST = f"gpu.made('cuMemCreate', {PIECE}, HOST, 0)"
 SEGMENT = f"a = gpu.reserve({4 * PIECE}); h = [{CREATE}, {CREATE}]; "
 SEGMENT += f"gpu.map(a, h[0]); gpu.map(a + {PIECE}, h[1]); "
 SEGMENT += f"gpu('cuMemsetD8_v2', a, 0, {2 * PIECE}); gpu.sync()"
@@ -200,18 +202,42 @@ def test_what_a_handle_is_may_be_asked(
     assert ask.end() == ""
 
 
+def test_memory_of_the_hosts_moves_until_it_is_mapped(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """NCCL makes such memory only to see whether it could. It is as valid, and as empty, in the next instance."""
+    line = post.greet()
+    ask(f"{PLAIN}; {OF_HOST}")
+    ask(SEGMENT)
+    ask(f"gpu('cuMemRelease', {HOST}); kept, gone = {HOST}, {HOST}")
+    stand_by(line, second, copies)
+    break_domain(domain)
+    move(line)
+    ask("p = ctypes.create_string_buffer(32)")
+    asked = "gpu.code('cuMemGetAllocationPropertiesFromHandle', p, kept), p.raw == HOST"
+    assert ask(asked) == "(0, True)"
+    assert ask("gpu.code('cuMemRelease', gone), gpu.code('cuMemRelease', gone)") == f"(0, {INVALID_VALUE})"
+    ask(f"new = {HOST}")
+    assert ask("len({kept, new, *h})") == "4"
+    assert ask(f"gpu.code('cuMemMap', gpu.reserve({PIECE}), {PIECE}, 0, kept, 0)") == "0"
+    assert "outside a window" in line.hear(moving.OPAQUE).text
+    assert ask("gpu.code('cuMemRelease', kept), gpu.code('cuMemRelease', new)") == "(0, 0)"
+    assert ask.end() == ""
+
+
 @pytest.mark.parametrize(
     ("makes", "named"),
     [
         (f"gpu.map(gpu.reserve({PIECE}), gpu.adopt(memory_of_another({PIECE})))", "cuMemImport"),
         ("gpu.export(gpu.create())", "cuMemExportToShareableHandle"),
         (f"gpu.reserve({1 << 44})", "outside a window"),
+        (f"gpu.map(gpu.reserve({PIECE}), {HOST})", "outside a window"),
     ],
-    ids=["imported", "exported", "more than a window"],
+    ids=["imported", "exported", "more than a window", "memory of the host's"],
 )
 def test_what_does_not_go_along_is_said_by_name(post: Post, ask: Program, makes: str, named: str) -> None:
     line = post.greet()
-    ask(PLAIN)
+    ask(f"{PLAIN}; {OF_HOST}")
     ask(makes)
     said = line.hear(moving.OPAQUE)
     assert named in said.text

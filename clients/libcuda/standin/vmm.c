@@ -20,9 +20,9 @@ struct physical {
 	size_t size;
 	unsigned int references;	/* handles */
 	unsigned int mappings;
-	bool ours;			/* counted against this process */
+	bool ours;			/* counted against this process, as memory of the GPU */
 	bool exportable;
-	CUdevice device;
+	CUmemLocation location;
 };
 
 static struct physical *physicals;
@@ -75,7 +75,7 @@ void close_physical(void)
 
 CUdevice physical_device(const struct physical *physical)
 {
-	return physical->device;
+	return physical->location.id;
 }
 
 static CUresult add(int fd, size_t size, bool ours, bool exportable, CUmemGenericAllocationHandle *handle)
@@ -84,16 +84,26 @@ static CUresult add(int fd, size_t size, bool ours, bool exportable, CUmemGeneri
 
 	if (!physical)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	*physical = (struct physical){ physicals, fd, size, 1, 0, ours, exportable, 0 };
+	*physical = (struct physical){ physicals, fd, size, 1, 0, ours, exportable,
+					{ .type = CU_MEM_LOCATION_TYPE_DEVICE } };
 	physicals = physical;
 	*handle = (uintptr_t)physical;
 	return CUDA_SUCCESS;
 }
 
+static bool is_of_host(const CUmemLocation *location)
+{
+	return location->type == CU_MEM_LOCATION_TYPE_HOST || location->type == CU_MEM_LOCATION_TYPE_HOST_NUMA;
+}
+
+static bool is_location(const CUmemLocation *location)
+{
+	return is_of_host(location) || (location->type == CU_MEM_LOCATION_TYPE_DEVICE && is_device(location->id));
+}
+
 static bool is_valid(const CUmemAllocationProp *prop)
 {
-	return prop && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED &&
-	       prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE && is_device(prop->location.id) &&
+	return prop && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED && is_location(&prop->location) &&
 	       (prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_NONE ||
 		prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
 }
@@ -115,24 +125,27 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, cons
 			 unsigned long long flags)
 {
 	CUresult result = is_initialised();
+	bool ours;
 	int fd;
 
 	if (result != CUDA_SUCCESS)
 		return result;
 	if (!handle || !size || size % GRANULARITY || !is_valid(prop) || flags)
 		return CUDA_ERROR_INVALID_VALUE;
+	ours = !is_of_host(&prop->location);
 	pthread_mutex_lock(&gpu_lock);
-	if (!backend->take_memory(size))
+	if (ours && !backend->take_memory(size))
 		return leave(CUDA_ERROR_OUT_OF_MEMORY);
 	fd = memfd_create(NAME, MFD_CLOEXEC | MFD_ALLOW_SEALING);
 	if (fd < 0 || ftruncate(fd, (off_t)size) || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW))
 		result = CUDA_ERROR_OUT_OF_MEMORY;
 	if (result == CUDA_SUCCESS)
-		result = add(fd, size, true, prop->requestedHandleTypes != 0, handle);
+		result = add(fd, size, ours, prop->requestedHandleTypes != 0, handle);
 	if (result == CUDA_SUCCESS)
-		physicals->device = prop->location.id;
+		physicals->location = prop->location;
 	if (result != CUDA_SUCCESS) {
-		backend->give_memory(size);
+		if (ours)
+			backend->give_memory(size);
 		if (fd >= 0)
 			close(fd);
 	}
@@ -351,7 +364,7 @@ API CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, C
 	*prop = (CUmemAllocationProp){
 		.type = CU_MEM_ALLOCATION_TYPE_PINNED,
 		.requestedHandleTypes = physical->exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0,
-		.location = { .type = CU_MEM_LOCATION_TYPE_DEVICE, .id = physical->device },
+		.location = physical->location,
 	};
 	return leave(CUDA_SUCCESS);
 }

@@ -3,8 +3,10 @@
  * What the program makes by cuMemCreate() is made exportable, and a descriptor of it kept: so another copy of the driver
  * can have it too.
  *
- * Not followed: memory of the host's, what cannot be exported as a descriptor, and what is imported or exported by the
- * program.
+ * Memory of the host's, and what cannot be exported as a descriptor, is made anew by the next copy as long as the program has
+ * not mapped it: it has no content. NCCL makes such memory only to see whether it could.
+ *
+ * Not followed: such memory once it is mapped, and what is imported or exported by the program.
  */
 #include "failover/blocks.h"
 
@@ -57,17 +59,6 @@ void mpsd_block_drop_if_unused(struct mpsd_block *block)
 	free(block);
 }
 
-/* Whether anything that the program has, or has mapped, is called so. */
-static bool is_taken(CUmemGenericAllocationHandle name)
-{
-	bool is;
-
-	pthread_mutex_lock(&mpsd_windows_lock);
-	is = find_any(name) != NULL;
-	pthread_mutex_unlock(&mpsd_windows_lock);
-	return is;
-}
-
 static bool is_carried(const CUmemAllocationProp *prop)
 {
 	return prop->type == CU_MEM_ALLOCATION_TYPE_PINNED && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
@@ -88,21 +79,6 @@ static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const 
 	return result;
 }
 
-/* As the driver has it; but after a move no handle may be one that an earlier copy gave, and the program has still. */
-static CUresult create_outside(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
-			       unsigned long long flags)
-{
-	CUresult result = inner_cuMemCreate(handle, size, prop, flags);
-	CUmemGenericAllocationHandle first;
-
-	if (result != CUDA_SUCCESS || !handle || !mpsd_tables()->moves || !is_taken(*handle))
-		return mpsd_line_made(result, mpsd_vmm_outside);
-	first = *handle;
-	result = inner_cuMemCreate(handle, size, prop, flags);
-	inner_cuMemRelease(first);
-	return mpsd_line_made(result, mpsd_vmm_outside);
-}
-
 static bool export(CUmemGenericAllocationHandle native, int *fd)
 {
 	bool turn = mpsd_turn_take(), is;
@@ -117,31 +93,45 @@ static bool export(CUmemGenericAllocationHandle native, int *fd)
 }
 
 /*
- * What a later copy answers may be the name of something that an earlier one gave, and what the first one answers that of
- * something that the program has retained alone, and the driver let go.
+ * Locked. What a later copy answers may be the name of something that an earlier one gave, and what the first one answers
+ * that of something that the program has retained alone, and the driver let go.
  */
-static CUmemGenericAllocationHandle name_for(CUmemGenericAllocationHandle native)
+static CUmemGenericAllocationHandle name_for(CUmemGenericAllocationHandle native, bool goes_along)
 {
 	static uint64_t used;
 
-	return mpsd_tables()->moves || find_any(native) ? FIRST_NAME + ++used : native;
+	return (goes_along && mpsd_tables()->moves) || find_any(native) ? FIRST_NAME + ++used : native;
 }
 
-/* Locked. */
-static bool note_block(CUmemGenericAllocationHandle *handle, const CUmemAllocationProp *prop)
+/* Locked. `fd`: -1: it does not go along. False: no memory. */
+static bool note_block(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop, int fd)
 {
 	struct mpsd_block *block = malloc(sizeof(*block));
-	int fd = -1;
+	CUmemGenericAllocationHandle native = *handle;
 
-	if (!block || !export(*handle, &fd)) {
-		free(block);
+	if (!block)
 		return false;
-	}
-	*block = (struct mpsd_block){ NULL, name_for(*handle), *handle, mpsd_tables()->moves, 1, 1, 0, fd, *prop };
+	*block = (struct mpsd_block){ NULL, name_for(native, fd >= 0), native, mpsd_tables()->moves, 1, 1, 0, fd, size, *prop };
 	block->next = blocks[mpsd_vmm_bucket(block->name)];
 	blocks[mpsd_vmm_bucket(block->name)] = block;
 	*handle = block->name;
 	return true;
+}
+
+/* As the driver has it. */
+static CUresult create_outside(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
+			       unsigned long long flags)
+{
+	CUresult result = inner_cuMemCreate(handle, size, prop, flags);
+	bool is;
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!mpsd_vmm_enter())
+		return MPSD_AGAIN;
+	is = note_block(handle, size, prop, -1);
+	mpsd_vmm_leave(result);
+	return is ? result : mpsd_line_made(result, mpsd_vmm_outside);
 }
 
 CUresult make_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
@@ -149,6 +139,7 @@ CUresult make_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, con
 {
 	CUmemAllocationProp wide;
 	CUresult result;
+	int fd = -1;
 	bool is;
 
 	if (!handle || !prop || !is_carried(prop))
@@ -159,7 +150,9 @@ CUresult make_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, con
 	if (result == CUDA_SUCCESS) {
 		if (!mpsd_vmm_enter())
 			return MPSD_AGAIN;
-		is = note_block(handle, prop);
+		is = export(*handle, &fd) && note_block(handle, size, prop, fd);
+		if (!is && fd >= 0)
+			close(fd);
 		mpsd_vmm_leave(result);
 		return is ? result : mpsd_line_made(result, "memory that cannot be exported");
 	}
@@ -169,15 +162,25 @@ CUresult make_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, con
 	return create_outside(handle, size, prop, flags);
 }
 
+static CUresult native_of_this_copy(struct mpsd_block *block)
+{
+	CUresult result;
+
+	if (block->fd < 0)
+		return real_cuMemCreate(&block->native, block->size, &block->property, 0);
+	result = real_cuMemImportFromShareableHandle(&block->native, (void *)(uintptr_t)block->fd,
+						     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+	mpsd_descriptors_given(block->fd);
+	return result;
+}
+
 /* Locked: what the copy in use calls it. */
 CUresult mpsd_block_native(struct mpsd_block *block, CUmemGenericAllocationHandle *native)
 {
 	CUresult result = CUDA_SUCCESS;
 
 	if (block->moves != mpsd_tables()->moves || !block->natives) {
-		result = real_cuMemImportFromShareableHandle(&block->native, (void *)(uintptr_t)block->fd,
-							     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-		mpsd_descriptors_given(block->fd);
+		result = native_of_this_copy(block);
 		block->moves = mpsd_tables()->moves;
 		block->natives = result == CUDA_SUCCESS;
 	}
@@ -229,9 +232,9 @@ CUresult make_cuMemExportToShareableHandle(void *shareableHandle, CUmemGenericAl
 		return MPSD_AGAIN;
 	block = mpsd_block_find(handle);
 	/* It is exportable for this library alone. */
-	if (block && !(block->property.requestedHandleTypes & handleType))
+	if (block && block->fd >= 0 && !(block->property.requestedHandleTypes & handleType))
 		return mpsd_vmm_leave(CUDA_ERROR_INVALID_VALUE);
-	if (block && !flags && shareableHandle &&
+	if (block && block->fd >= 0 && !flags && shareableHandle &&
 	    handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
 		/* What was imported is not exported again. */
 		*(int *)shareableHandle = fcntl(block->fd, F_DUPFD_CLOEXEC, 0);
@@ -247,15 +250,22 @@ CUresult make_cuMemExportToShareableHandle(void *shareableHandle, CUmemGenericAl
 
 CUresult make_cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle)
 {
+	CUmemGenericAllocationHandle native = handle;
+	CUresult result = CUDA_SUCCESS;
 	struct mpsd_block *block;
 
 	if (!mpsd_vmm_enter())
 		return MPSD_AGAIN;
 	block = prop ? mpsd_block_find(handle) : NULL;
-	if (!block)
-		return mpsd_vmm_leave(inner_cuMemGetAllocationPropertiesFromHandle(prop, handle));
-	*prop = block->property;
-	return mpsd_vmm_leave(CUDA_SUCCESS);
+	if (block && block->fd >= 0) {
+		*prop = block->property;
+		return mpsd_vmm_leave(CUDA_SUCCESS);
+	}
+	if (block)
+		result = mpsd_block_native(block, &native);
+	if (result == CUDA_SUCCESS)
+		result = inner_cuMemGetAllocationPropertiesFromHandle(prop, native);
+	return mpsd_vmm_leave(result);
 }
 
 CUmemGenericAllocationHandle *mpsd_vmm_take(size_t *count)
@@ -279,7 +289,8 @@ void mpsd_vmm_child(void)
 {
 	for (unsigned int i = 0; i < MPSD_VMM_BUCKETS; i++) {
 		for (struct mpsd_block *block = blocks[i]; block; block = block->next) {
-			close(block->fd);
+			if (block->fd >= 0)
+				close(block->fd);
 			block->fd = -1;
 		}
 	}

@@ -24,7 +24,8 @@ struct mpsd_block {
 	uint64_t moves;			/* before the copy of which `native` is */
 	unsigned int natives, names;	/* references of that copy's, and the program's */
 	unsigned int mappings;
-	int fd;				/* of its memory */
+	int fd;				/* of its memory; -1: it does not go along, and a copy makes it anew */
+	size_t size;
 	CUmemAllocationProp property;	/* as the program wanted it */
 };
 

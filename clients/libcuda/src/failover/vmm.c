@@ -104,7 +104,7 @@ CUresult make_cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, CUmemGeneric
 	if (!mpsd_vmm_enter())
 		return MPSD_AGAIN;
 	block = mpsd_block_find(handle);
-	is_ours = block && !offset && !flags && mpsd_windows_may_map(range);
+	is_ours = block && block->fd >= 0 && !offset && !flags && mpsd_windows_may_map(range);
 	if (block)
 		result = mpsd_block_native(block, &native);
 	if (result == CUDA_SUCCESS)
