@@ -108,6 +108,23 @@ def test_the_level_of_the_reply_counts(answers: Answers) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("mode", "level"), [("", "failover"), ("exact", "failover"), ("keep", "guard"), ("off", "guard")]
+)
+def test_the_mode_that_a_program_asks_for_counts(answers: Answers, mode: str, level: str) -> None:
+    answers.reply["protection"] = {"level": "failover", "why": "", "remedy": ""}
+    answers.environ["MPSD_FAILOVER"] = mode
+    found = answers.plan()
+    assert found.protection is not None and found.protection.level == level
+    # Mode keep still needs the socket.
+    assert found.variables["MPSD_FAILOVER_SOCKET"] == REPLY["failover"]
+    if level == "guard":
+        assert f"(guard; no fail-over: MPSD_FAILOVER is {mode})" in found.line
+        assert found.line.endswith("; unset MPSD_FAILOVER")
+        with pytest.raises(LevelError, match=f"would have guard: MPSD_FAILOVER is {mode}"):
+            answers.plan(require="failover")
+
+
 def test_a_level_without_its_socket_is_not_believed(answers: Answers) -> None:
     answers.reply |= {"protection": {"level": "failover", "why": "", "remedy": ""}, "failover": ""}
     found = answers.plan().protection

@@ -30,6 +30,10 @@ from mpsd_client.vault import token_of
 
 PIPE, PATH, REAL = "CUDA_MPS_PIPE_DIRECTORY", "LD_LIBRARY_PATH", "MPSD_REAL_LIBCUDA"
 VAULT, FAILOVER = "MPSD_VAULT_SOCKET", "MPSD_FAILOVER_SOCKET"
+WISH = "MPSD_FAILOVER"
+"""The fail-over mode that the program asks for."""
+_LESS = ("keep", "off")
+"""Modes that protect no work in flight. mpsd's libcuda takes an unknown mode for `exact`."""
 LEVEL = "MPSD_PROTECTION"
 """The level with which a program was started. `mpsd-ctl status` uses it to explain what the program has."""
 _DOCTOR = "run mpsd-ctl doctor"
@@ -145,7 +149,7 @@ def make_plan(
         )
     real = find_driver(environ, proxy) if proxy else None
     allowed = _allowed(daemon, proxy, real, environ.get("MPSD_LIBCUDA_DIR"))
-    found = _chosen(_lowest(daemon.protection or allowed, allowed), protect)
+    found = _chosen(_lowest(daemon.protection or allowed, allowed, _wished(environ)), protect)
     if require is not None and found.level.rank < ProtectionLevel(require).rank:
         raise LevelError(
             f"--require {require}: the program would have {found.level}: {found.why}", remedy=found.remedy
@@ -236,6 +240,14 @@ def _allowed(daemon: Client, proxy: str | None, real: str | None, named: str | N
     if not daemon.failover_socket:
         return Protection(ProtectionLevel.GUARD, "the daemon offers no fail-over", _DOCTOR)
     return Protection(ProtectionLevel.FAILOVER)
+
+
+def _wished(environ: Mapping[str, str]) -> Protection:
+    """Return the level that the mode in the environment allows."""
+    wish = environ.get(WISH)
+    if wish not in _LESS:
+        return Protection(ProtectionLevel.FAILOVER)
+    return Protection(ProtectionLevel.GUARD, f"{WISH} is {wish}", f"unset {WISH}")
 
 
 def _lowest(*limits: Protection) -> Protection:
