@@ -21,6 +21,7 @@ from tests.libcuda.test_failover import (
     stand_by,
 )
 from tests.support import moving
+from tests.support.gate import HOST as GATE_HOST
 from tests.support.gate import UNMAP, Gate
 from tests.support.moving import Post
 from tests.support.simfixtures import backend, domain, second, third
@@ -205,7 +206,7 @@ def test_what_a_handle_is_may_be_asked(
 def test_memory_of_the_hosts_moves_until_it_is_mapped(
     domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
 ) -> None:
-    """NCCL makes such memory only to see whether it could. It is as valid, and as empty, in the next instance."""
+    """NCCL makes such memory only to see whether it could. The next instance makes it anew, empty."""
     line = post.greet()
     ask(f"{PLAIN}; {OF_HOST}")
     ask(SEGMENT)
@@ -222,6 +223,60 @@ def test_memory_of_the_hosts_moves_until_it_is_mapped(
     assert ask(f"gpu.code('cuMemMap', gpu.reserve({PIECE}), {PIECE}, 0, kept, 0)") == "0"
     assert "outside a window" in line.hear(moving.OPAQUE).text
     assert ask("gpu.code('cuMemRelease', kept), gpu.code('cuMemRelease', new)") == "(0, 0)"
+    assert ask.end() == ""
+
+
+def test_memory_of_the_hosts_ends_as_nccl_ends_it(post: Post, ask: Program) -> None:
+    """By the handle that the address answers."""
+    post.greet()
+    ask(f"{PLAIN}; {OF_HOST}; before = memory_descriptors()")
+    ask(f"a = gpu.reserve({PIECE}); k = {HOST}; gpu('cuMemMap', a, {PIECE}, 0, k, 0)")
+    ask("access = struct.pack('<iiiiii', 3, 0, 3, 1, 0, 3)")
+    assert (
+        ask(f"gpu.code('cuMemSetAccess', a, {PIECE}, access, 2), gpu.put(a, 7), gpu.word(a)") == "(0, 0, 7)"
+    )
+    assert ask("(r := gpu.made('cuMemRetainAllocationHandle', a)) == k") == "True"
+    assert ask("[gpu.code('cuMemRelease', k) for _ in range(3)]") == f"[0, 0, {INVALID_VALUE}]"
+    assert ask(f"gpu.code('cuMemUnmap', a, {PIECE}), gpu.code('cuMemAddressFree', a, {PIECE})") == "(0, 0)"
+    assert ask("memory_descriptors() - before") == "0"
+    assert ask.end() == ""
+
+
+def test_what_is_retained_outside_a_window_has_no_other_memorys_name(
+    domain: Domain, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    """The next instance answers handles that an earlier one has given, and the program still holds."""
+    line = post.greet()
+    ask(f"{PLAIN}; {OF_HOST}; g = [{CREATE} for _ in range(40)]")
+    stand_by(line, second, copies)
+    break_domain(domain)
+    move(line)
+    # The old instance has let go of its handles.
+    until(lambda: int(ask("memory_descriptors()")) <= 40 + VARIABLES)
+    ask(f"a = gpu.reserve({1 << 44}); k = [{HOST} for _ in range(60)]")
+    ask(f"[gpu('cuMemMap', a + i * {PIECE}, {PIECE}, 0, k[i], 0) for i in range(60)]")
+    assert ask("len({*g, *k})") == "100"
+    ask(f"r = [gpu.made('cuMemRetainAllocationHandle', a + i * {PIECE}) for i in range(60)]")
+    assert ask("r == k") == "True"
+    assert ask("{gpu.code('cuMemRelease', x) for x in g + k + r}") == "{0}"
+    assert ask.end() == ""
+
+
+def test_memory_whose_making_a_move_overtakes_is_not_left_behind(
+    domain: Domain, gate: Gate, second: Domain, post: Post, ask: Program, copies: Path
+) -> None:
+    line = post.greet()
+    ask(f"{PLAIN}; {OF_HOST}; later = Later(gpu)")
+    stand_by(line, second, copies)
+    before = int(ask("memory_descriptors()"))
+    gate.keep(GATE_HOST)
+    ask(f'later.start("{HOST}")')
+    until(lambda: gate.kept() == GATE_HOST)
+    break_domain(domain)
+    move(line)
+    gate.keep(0)
+    assert ask("gpu.code('cuMemRelease', later.result())") == "0"
+    until(lambda: int(ask("memory_descriptors()")) <= before)
     assert ask.end() == ""
 
 

@@ -140,7 +140,8 @@ CUresult wrap_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, 
 {
 	CUdevice device;
 
-	if (handle && mpsd_memory_is_in_window((CUdeviceptr)addr) && real_cuCtxGetDevice(&device) == CUDA_SUCCESS)
+	if (handle && mpsd_memory_is_in_window((CUdeviceptr)addr) && !mpsd_memory_is_held((CUdeviceptr)addr) &&
+	    real_cuCtxGetDevice(&device) == CUDA_SUCCESS)
 		return CUDA_ERROR_INVALID_VALUE;
 	return real_cuMemRetainAllocationHandle(handle, addr);
 }

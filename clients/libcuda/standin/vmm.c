@@ -96,14 +96,17 @@ static bool is_of_host(const CUmemLocation *location)
 	return location->type == CU_MEM_LOCATION_TYPE_HOST || location->type == CU_MEM_LOCATION_TYPE_HOST_NUMA;
 }
 
+/* The host is one NUMA node. */
 static bool is_location(const CUmemLocation *location)
 {
-	return is_of_host(location) || (location->type == CU_MEM_LOCATION_TYPE_DEVICE && is_device(location->id));
+	return is_of_host(location) ? location->type == CU_MEM_LOCATION_TYPE_HOST || location->id == 0 :
+	       location->type == CU_MEM_LOCATION_TYPE_DEVICE && is_device(location->id);
 }
 
 static bool is_valid(const CUmemAllocationProp *prop)
 {
 	return prop && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED && is_location(&prop->location) &&
+	       (prop->location.type != CU_MEM_LOCATION_TYPE_HOST || !prop->requestedHandleTypes) &&
 	       (prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_NONE ||
 		prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
 }
@@ -149,7 +152,10 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, cons
 		if (fd >= 0)
 			close(fd);
 	}
-	return leave(result);
+	leave(result);
+	if (!ours)
+		gate_keep(GATE_HOST);
+	return result;
 }
 
 API CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
@@ -264,9 +270,10 @@ static bool covers_whole_mappings(CUdeviceptr ptr, size_t size)
 	return size != 0;
 }
 
+/* Of the host to its memory, too; but its threads do not see the memory there. */
 static bool is_access(const CUmemAccessDesc *desc)
 {
-	return desc->location.type == CU_MEM_LOCATION_TYPE_DEVICE && is_device(desc->location.id);
+	return is_location(&desc->location);
 }
 
 /* What one device may write all that may access it may: the host's page tables are one for all. */
@@ -274,6 +281,8 @@ static CUresult set_access(struct range *range, const CUmemAccessDesc *desc)
 {
 	int protection = PROT_NONE;
 
+	if (is_of_host(&desc->location))
+		return is_of_host(&range->physical->location) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 	if (desc->flags == CU_MEM_ACCESS_FLAGS_PROT_NONE)
 		range->devices &= ~(1u << desc->location.id);
 	else

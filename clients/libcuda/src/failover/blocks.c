@@ -3,10 +3,11 @@
  * What the program makes by cuMemCreate() is made exportable, and a descriptor of it kept: so another copy of the driver
  * can have it too.
  *
- * Memory of the host's, and what cannot be exported as a descriptor, is made anew by the next copy as long as the program has
- * not mapped it: it has no content. NCCL makes such memory only to see whether it could.
+ * Memory of the host's is made anew by the next copy as long as the program has not mapped it: it has no content. NCCL makes
+ * such memory only to see whether it could.
  *
- * Not followed: such memory once it is mapped, and what is imported or exported by the program.
+ * Not followed: the host's once it is mapped, what cannot be exported as a descriptor, and what is imported or exported by
+ * the program.
  */
 #include "failover/blocks.h"
 
@@ -64,6 +65,12 @@ static bool is_carried(const CUmemAllocationProp *prop)
 	return prop->type == CU_MEM_ALLOCATION_TYPE_PINNED && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
 }
 
+static bool is_of_host(const CUmemAllocationProp *prop)
+{
+	return prop->location.type == CU_MEM_LOCATION_TYPE_HOST || prop->location.type == CU_MEM_LOCATION_TYPE_HOST_NUMA ||
+	       prop->location.type == CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT;
+}
+
 static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
 		       unsigned long long flags)
 {
@@ -103,7 +110,7 @@ static CUmemGenericAllocationHandle name_for(CUmemGenericAllocationHandle native
 	return (goes_along && mpsd_tables()->moves) || find_any(native) ? FIRST_NAME + ++used : native;
 }
 
-/* Locked. `fd`: -1: it does not go along. False: no memory. */
+/* Locked. `fd`: -1: it has none, and does not go along. False: no memory. */
 static bool note_block(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop, int fd)
 {
 	struct mpsd_block *block = malloc(sizeof(*block));
@@ -111,27 +118,35 @@ static bool note_block(CUmemGenericAllocationHandle *handle, size_t size, const 
 
 	if (!block)
 		return false;
-	*block = (struct mpsd_block){ NULL, name_for(native, fd >= 0), native, mpsd_tables()->moves, 1, 1, 0, fd, size, *prop };
+	*block = (struct mpsd_block){ NULL, name_for(native, fd >= 0), native, mpsd_tables()->moves, 1, 1, 0, fd, fd < 0, size,
+				      *prop };
 	block->next = blocks[mpsd_vmm_bucket(block->name)];
 	blocks[mpsd_vmm_bucket(block->name)] = block;
 	*handle = block->name;
 	return true;
 }
 
-/* As the driver has it. */
-static CUresult create_outside(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
-			       unsigned long long flags)
+/* The driver has made it: `goes_along`: its memory can go to the next copy. */
+static CUresult created(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop, bool goes_along)
 {
-	CUresult result = inner_cuMemCreate(handle, size, prop, flags);
-	bool is;
+	CUresult result = CUDA_SUCCESS;
+	int fd = -1;
+	bool is, turn;
 
-	if (result != CUDA_SUCCESS)
-		return result;
-	if (!mpsd_vmm_enter())
+	if (!goes_along && !is_of_host(prop))
+		result = mpsd_line_made(result, mpsd_vmm_outside);
+	if (result != CUDA_SUCCESS || !mpsd_vmm_enter()) {
+		turn = mpsd_turn_take();
+		inner_cuMemRelease(*handle);
+		mpsd_turn_give(turn);
 		return MPSD_AGAIN;
-	is = note_block(handle, size, prop, -1);
+	}
+	goes_along = goes_along && export(*handle, &fd);
+	is = note_block(handle, size, prop, fd);
+	if (!is && fd >= 0)
+		close(fd);
 	mpsd_vmm_leave(result);
-	return is ? result : mpsd_line_made(result, mpsd_vmm_outside);
+	return is && (goes_along || is_of_host(prop)) ? result : mpsd_line_made(result, "memory that cannot be exported");
 }
 
 CUresult make_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
@@ -139,34 +154,43 @@ CUresult make_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, con
 {
 	CUmemAllocationProp wide;
 	CUresult result;
-	int fd = -1;
-	bool is;
 
-	if (!handle || !prop || !is_carried(prop))
-		return create_outside(handle, size, prop, flags);
-	wide = *prop;
-	wide.requestedHandleTypes |= CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-	result = create(handle, size, &wide, flags);
-	if (result == CUDA_SUCCESS) {
-		if (!mpsd_vmm_enter())
-			return MPSD_AGAIN;
-		is = export(*handle, &fd) && note_block(handle, size, prop, fd);
-		if (!is && fd >= 0)
-			close(fd);
-		mpsd_vmm_leave(result);
-		return is ? result : mpsd_line_made(result, "memory that cannot be exported");
+	if (handle && prop && is_carried(prop)) {
+		wide = *prop;
+		wide.requestedHandleTypes |= CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+		result = create(handle, size, &wide, flags);
+		if (result == CUDA_SUCCESS)
+			return created(handle, size, prop, true);
+		if (result == CUDA_ERROR_OUT_OF_MEMORY || result == MPSD_AGAIN || mpsd_is_loss(result))
+			return result;
 	}
-	if (result == CUDA_ERROR_OUT_OF_MEMORY || result == MPSD_AGAIN || mpsd_is_loss(result))
-		return result;
 	/* With the handles that it wants alone, or as the driver has it. */
-	return create_outside(handle, size, prop, flags);
+	result = inner_cuMemCreate(handle, size, prop, flags);
+	return result == CUDA_SUCCESS ? created(handle, size, prop, false) : result;
+}
+
+void mpsd_block_retained(CUmemGenericAllocationHandle *handle)
+{
+	const CUmemAllocationProp unknown = { 0 };
+
+	for (unsigned int i = 0; i < MPSD_VMM_BUCKETS; i++) {
+		for (struct mpsd_block *block = blocks[i]; block; block = block->next) {
+			if (block->moves != mpsd_tables()->moves || !block->natives || block->native != *handle)
+				continue;
+			block->names++;
+			block->natives++;
+			*handle = block->name;
+			return;
+		}
+	}
+	note_block(handle, 0, &unknown, -1);
 }
 
 static CUresult native_of_this_copy(struct mpsd_block *block)
 {
 	CUresult result;
 
-	if (block->fd < 0)
+	if (block->is_anew)
 		return real_cuMemCreate(&block->native, block->size, &block->property, 0);
 	result = real_cuMemImportFromShareableHandle(&block->native, (void *)(uintptr_t)block->fd,
 						     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
@@ -227,14 +251,15 @@ CUresult make_cuMemExportToShareableHandle(void *shareableHandle, CUmemGenericAl
 	CUmemGenericAllocationHandle native = handle;
 	CUresult result = CUDA_SUCCESS;
 	struct mpsd_block *block;
+	bool is_given;
 
 	if (!mpsd_vmm_enter())
 		return MPSD_AGAIN;
 	block = mpsd_block_find(handle);
 	/* It is exportable for this library alone. */
-	if (block && block->fd >= 0 && !(block->property.requestedHandleTypes & handleType))
+	if (block && !block->is_anew && !(block->property.requestedHandleTypes & handleType))
 		return mpsd_vmm_leave(CUDA_ERROR_INVALID_VALUE);
-	if (block && block->fd >= 0 && !flags && shareableHandle &&
+	if (block && !block->is_anew && !flags && shareableHandle &&
 	    handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
 		/* What was imported is not exported again. */
 		*(int *)shareableHandle = fcntl(block->fd, F_DUPFD_CLOEXEC, 0);
@@ -245,27 +270,24 @@ CUresult make_cuMemExportToShareableHandle(void *shareableHandle, CUmemGenericAl
 			result = inner_cuMemExportToShareableHandle(shareableHandle, native, handleType, flags);
 	}
 	mpsd_vmm_leave(result);
-	return mpsd_line_made(result, "cuMemExportToShareableHandle");
+	is_given = result == CUDA_SUCCESS;
+	result = mpsd_line_made(result, "cuMemExportToShareableHandle");
+	if (is_given && result != CUDA_SUCCESS && handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+		close(*(int *)shareableHandle);
+	return result;
 }
 
 CUresult make_cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle)
 {
-	CUmemGenericAllocationHandle native = handle;
-	CUresult result = CUDA_SUCCESS;
 	struct mpsd_block *block;
 
 	if (!mpsd_vmm_enter())
 		return MPSD_AGAIN;
 	block = prop ? mpsd_block_find(handle) : NULL;
-	if (block && block->fd >= 0) {
-		*prop = block->property;
-		return mpsd_vmm_leave(CUDA_SUCCESS);
-	}
-	if (block)
-		result = mpsd_block_native(block, &native);
-	if (result == CUDA_SUCCESS)
-		result = inner_cuMemGetAllocationPropertiesFromHandle(prop, native);
-	return mpsd_vmm_leave(result);
+	if (!block || !block->size)
+		return mpsd_vmm_leave(inner_cuMemGetAllocationPropertiesFromHandle(prop, block ? block->native : handle));
+	*prop = block->property;
+	return mpsd_vmm_leave(CUDA_SUCCESS);
 }
 
 CUmemGenericAllocationHandle *mpsd_vmm_take(size_t *count)
@@ -278,10 +300,11 @@ CUmemGenericAllocationHandle *mpsd_vmm_take(size_t *count)
 		for (struct mpsd_block *block = blocks[i]; block; block = block->next)
 			room += block->natives;
 	taken = room ? malloc(room * sizeof(*taken)) : NULL;
-	for (unsigned int i = 0; taken && i < MPSD_VMM_BUCKETS; i++)
+	for (unsigned int i = 0; i < MPSD_VMM_BUCKETS; i++)
 		for (struct mpsd_block *block = blocks[i]; block; block = block->next)
 			for (; block->natives; block->natives--)
-				taken[(*count)++] = block->native;
+				if (taken)
+					taken[(*count)++] = block->native;
 	return taken;
 }
 

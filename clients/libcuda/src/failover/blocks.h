@@ -24,8 +24,9 @@ struct mpsd_block {
 	uint64_t moves;			/* before the copy of which `native` is */
 	unsigned int natives, names;	/* references of that copy's, and the program's */
 	unsigned int mappings;
-	int fd;				/* of its memory; -1: it does not go along, and a copy makes it anew */
-	size_t size;
+	int fd;				/* of its memory; -1: there is none */
+	bool is_anew;			/* it does not go along: a copy makes it anew, as long as it is not mapped */
+	size_t size;			/* 0: unknown */
 	CUmemAllocationProp property;	/* as the program wanted it */
 };
 
@@ -34,6 +35,9 @@ struct mpsd_block *mpsd_block_find(CUmemGenericAllocationHandle name);
 
 /* What the copy in use calls it. */
 CUresult mpsd_block_native(struct mpsd_block *block, CUmemGenericAllocationHandle *native);
+
+/* The copy in use has answered that handle for something that is mapped outside: in the name of the program's for it. */
+void mpsd_block_retained(CUmemGenericAllocationHandle *handle);
 
 /* It may have a name or a mapping less. */
 void mpsd_block_drop_if_unused(struct mpsd_block *block);

@@ -104,7 +104,7 @@ CUresult make_cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, CUmemGeneric
 	if (!mpsd_vmm_enter())
 		return MPSD_AGAIN;
 	block = mpsd_block_find(handle);
-	is_ours = block && block->fd >= 0 && !offset && !flags && mpsd_windows_may_map(range);
+	is_ours = block && !block->is_anew && !offset && !flags && mpsd_windows_may_map(range);
 	if (block)
 		result = mpsd_block_native(block, &native);
 	if (result == CUDA_SUCCESS)
@@ -259,6 +259,19 @@ CUresult make_cuMemUnmap(CUdeviceptr ptr, size_t size)
 	return mpsd_exact_without_work(unmap, &range);
 }
 
+/* It may be an allocation, which has none: so the proxy says, with that lock. */
+static CUresult retain_outside(CUmemGenericAllocationHandle *handle, void *addr)
+{
+	CUresult result = mpsd_line_made(inner_cuMemRetainAllocationHandle(handle, addr), mpsd_vmm_outside);
+
+	if (result != CUDA_SUCCESS)
+		return result;
+	if (!mpsd_vmm_enter())
+		return MPSD_AGAIN;
+	mpsd_block_retained(handle);
+	return mpsd_vmm_leave(result);
+}
+
 CUresult make_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *addr)
 {
 	struct arena_range piece;
@@ -268,9 +281,8 @@ CUresult make_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, 
 		return MPSD_AGAIN;
 	mapping = handle && mpsd_windows_piece((CUdeviceptr)addr, &piece) ? *place_of(piece.base) : NULL;
 	if (!mapping) {
-		/* It may be an allocation, which has none: so the proxy says, with that lock. */
 		mpsd_vmm_leave(CUDA_SUCCESS);
-		return mpsd_line_made(inner_cuMemRetainAllocationHandle(handle, addr), mpsd_vmm_outside);
+		return retain_outside(handle, addr);
 	}
 	mapping->block->names++;
 	*handle = mapping->block->name;
