@@ -60,6 +60,11 @@ def counts(text: str) -> list[int]:
     return [number(0, 1000)(word) for word in names(text)]
 
 
+def sizes(text: str) -> list[int]:
+    """Read sizes of programs [MiB], separated by commas (for argparse)."""
+    return [number(1, 1 << 20)(word) for word in names(text)]
+
+
 def number(least: int, most: int) -> Callable[[str], int]:
     """Return a reader of whole numbers in this range (for argparse)."""
 
@@ -134,6 +139,7 @@ _TYPES = SimpleNamespace(
     backends=BACKENDS,
     common=_add_common,
     counts=counts,
+    sizes=sizes,
     fault_runs=_add_fault_runs,
     proxied_runs=_add_proxied_runs,
     names=names,

@@ -216,7 +216,7 @@ def add_parser(commands: Any, types: Any) -> None:
     parser = commands.add_parser("ends", help="leftovers of programs that failed over")
     types.proxied_runs(parser, "run", deadline=240.0, limited="both rows")
     sizes = "of the programs that end [MiB] (default: by the backend)"
-    parser.add_argument("--sizes", type=types.counts, default=[], help=sizes)
+    parser.add_argument("--sizes", type=types.sizes, default=[], help=sizes)
     moves = f"fail-overs of these (default: {MOVES})"
     parser.add_argument("--moves", type=types.number(1, 100), default=MOVES, help=moves)
     long = f"fail-overs of one program (default: {LONG_MOVES})"
