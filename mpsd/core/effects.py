@@ -326,6 +326,7 @@ class Move:
     work in flight (mode exact). `exception_logged`: the driver logged an SM exception, or may have done so.
     Otherwise no SM keeps the program counter of one, and programs that search for it only delay each other.
     `may_go_on`: a program that denies the fault replays as soon as it has moved, without GrantTurn.
+    `hurries`: the likely offender has ended, so a long search for the exception is not worth its time.
     """
 
     process: ProcessInstance
@@ -335,6 +336,7 @@ class Move:
     again: ReplayMode = ReplayMode.LOST
     exception_logged: bool = True
     may_go_on: bool = False
+    hurries: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,7 +219,7 @@ class FailoverService:
 
 def order_of(effect: fx.Move) -> Message:
     """Return the MOVE of this effect."""
-    said = (effect.planned, effect.again, not effect.exception_logged, effect.may_go_on)
+    said = (effect.planned, effect.again, not effect.exception_logged, effect.may_go_on, effect.hurries)
     return Message(Kind.MOVE, generation=effect.generation, values=tuple(map(int, said)), text=effect.why)
 
 

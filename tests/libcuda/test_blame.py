@@ -71,13 +71,14 @@ def looked(
     *,
     unlogged: bool = False,
     may_go_on: bool = False,
+    hurries: bool = False,
     goes_on: bool = False,
 ) -> int:
     """Return the finding that the program reports before it reports the move; 0: no finding.
 
     `goes_on`: whether it must say that it replays without a turn.
     """
-    line.say(moving.MOVE, 1, again=again, unlogged=unlogged, may_go_on=may_go_on)
+    line.say(moving.MOVE, 1, again=again, unlogged=unlogged, may_go_on=may_go_on, hurries=hurries)
     found = 0
     while (said := line.hear(moving.LOOKED, moving.MOVED, moving.OWN_ERROR)).kind != moving.MOVED:
         if said.kind == moving.LOOKED:
@@ -153,6 +154,18 @@ def test_who_claims_the_fault_waits_whatever_it_may(
     line.say(moving.MOVE, 1, again=IN_TURN)
     assert line.hear(moving.LOOKED).values[:2] == (OWN, 0)
     assert line.hear(moving.MOVED).values[5] > 0
+    goes_on(line, ask)
+
+
+def test_who_does_not_wait_for_its_look_has_its_turn(
+    domain: Domain, second: Domain, post: Post, ask: Program, gate: Gate, copies: Path, kept: Path
+) -> None:
+    """It says what it has found by then, which depends on the machine."""
+    line = post.greet(moving.EXACT, look=2)
+    in_flight(line, ask, gate, second, copies)
+    kept.write_text(f"{code_of(ask) + (1 << 40):x}")
+    break_domain(domain)
+    assert looked(line, hurries=True) in (0, OTHERS)
     goes_on(line, ask)
 
 

@@ -54,6 +54,7 @@ class Line:
         again: int = 0,
         unlogged: bool = False,
         may_go_on: bool = False,
+        hurries: bool = False,
         lazy: bool = False,
         short: bool = False,
         switch: bool = False,
@@ -66,12 +67,12 @@ class Line:
     ) -> None:
         """Send a message.
 
-        `planned`, `again`, `unlogged`, `may_go_on`: MOVE; `lazy`, `short`, `switch`, `look`, `left`,
-        `budget`, `exposed`: WELCOME; `value`: GIVE, ROOM or LIMIT; `number`: ROOM or LIMIT.
+        `planned`, `again`, `unlogged`, `may_go_on`, `hurries`: MOVE; `lazy`, `short`, `switch`, `look`,
+        `left`, `budget`, `exposed`: WELCOME; `value`: GIVE, ROOM or LIMIT; `number`: ROOM or LIMIT.
         """
         second = (again or number) + int(short) + SWITCH_KNOWN * int(switch)
         values = (int(planned or lazy or value), second, int(look or unlogged), int(left or may_go_on))
-        values += (int(budget is not None) + 2 * exposed, budget or 0)
+        values += (int(budget is not None) + 2 * exposed + int(hurries), budget or 0)
         words = (path.encode(), text.encode())
         self._sock.send(_LAYOUT.pack(MAGIC, VERSION, kind, self.mode, 0, generation, *values, *words))
 

@@ -106,10 +106,14 @@ def test_the_header_s_constants_are_these() -> None:
 @pytest.mark.parametrize(
     ("effect", "values"),
     [
-        (fx.Move(process(7), 2, "a fault"), (0, 0, 0, 0)),
-        (fx.Move(process(7), 2, "drained", planned=True, again=ReplayMode.AGAIN), (1, 1, 0, 0)),
-        (fx.Move(process(7), 2, "a fault", again=ReplayMode.IN_TURN, exception_logged=False), (0, 2, 1, 0)),
-        (fx.Move(process(7), 2, "a fault", again=ReplayMode.IN_TURN, may_go_on=True), (0, 2, 0, 1)),
+        (fx.Move(process(7), 2, "a fault"), (0, 0, 0, 0, 0)),
+        (fx.Move(process(7), 2, "drained", planned=True, again=ReplayMode.AGAIN), (1, 1, 0, 0, 0)),
+        (
+            fx.Move(process(7), 2, "a fault", again=ReplayMode.IN_TURN, exception_logged=False),
+            (0, 2, 1, 0, 0),
+        ),
+        (fx.Move(process(7), 2, "a fault", again=ReplayMode.IN_TURN, may_go_on=True), (0, 2, 0, 1, 0)),
+        (fx.Move(process(7), 2, "a fault", again=ReplayMode.IN_TURN, hurries=True), (0, 2, 0, 0, 1)),
     ],
 )
 def test_an_order_to_move_has_its_values_in_the_order_of_the_header(

@@ -268,6 +268,7 @@ def _tell(
     planned: bool = False,
     again: ReplayMode = ReplayMode.LOST,
     exception_logged: bool = True,
+    hurries: bool = False,
 ) -> None:
     is_suspect = suspects.is_suspect(participant) and participant.turn is Turn.WAITS
     if is_suspect and again in (ReplayMode.AGAIN, ReplayMode.AT_ONCE):
@@ -280,7 +281,7 @@ def _tell(
     doubtful = participant.suspected or participant.doubts or participant.turn is not Turn.NONE
     may_go_on = said is ReplayMode.IN_TURN and not doubtful
     order = Move(participant.process, participant.generation, why, planned, said, exception_logged, may_go_on)
-    draft.emit(order)
+    draft.emit(replace(order, hurries=hurries and may_go_on))
     told = tuple(t for t in participant.told if draft.now - t < MINUTE_S)
     if why not in (suspects.TRIAL_MOVE, suspects.JOIN_MOVE):
         told = (*told, draft.now)
@@ -421,6 +422,7 @@ def _record(
         and serialreplay.may_replay_together(draft.state, domain, here, draft.now)
     ):
         again = ReplayMode.AT_ONCE
+    hurries = again is ReplayMode.AT_ONCE and serialreplay.has_youngest_ended(draft.state, domain, here)
     if domain.is_dead:
         serialreplay.end_all_turns(draft, domain)
     # After a trap there is no such line. After other SM exceptions it was seen to come before the server's.
@@ -429,7 +431,15 @@ def _record(
     for process, refusal in refusals.items():
         participant = draft.state.members[process]
         if not refusal:
-            _tell(draft, participant, trigger, planned=planned, again=again, exception_logged=logged)
+            _tell(
+                draft,
+                participant,
+                trigger,
+                planned=planned,
+                again=again,
+                exception_logged=logged,
+                hurries=hurries,
+            )
         elif (
             participant.process in sure
             or device_failure

@@ -223,12 +223,13 @@ void mpsd_blame_begin(unsigned int number, bool was_logged)
 	pthread_mutex_unlock(&look_lock);
 }
 
-enum mpsd_failover_whose mpsd_blame_end(void)
+enum mpsd_failover_whose mpsd_blame_end(bool hurries)
 {
 	enum mpsd_failover_whose whose;
 
 	pthread_mutex_lock(&look_lock);
-	await_look(WAIT_MS);
+	if (!hurries)
+		await_look(WAIT_MS);
 	whose = look.whose;
 	if (whose == MPSD_FAILOVER_WHOSE_NO_SIGN && atomic_load(&may_tell) < 2)
 		whose = MPSD_FAILOVER_WHOSE_UNKNOWN;

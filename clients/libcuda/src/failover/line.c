@@ -206,6 +206,7 @@ static bool move(const struct mpsd_failover_message *order)
 	struct mpsd_failover_message message = mpsd_line_message(MPSD_FAILOVER_STAYED, order->generation,
 								"no standby context of that generation");
 	uint64_t began = mpsd_now_ns();
+	struct mpsd_move_order how;
 	struct mpsd_times times;
 	const char *why = NULL;
 	bool is, goes_on;
@@ -219,7 +220,9 @@ static bool move(const struct mpsd_failover_message *order)
 	if (order->generation != generation || !mpsd_line_ready())
 		return say(&message);
 	mpsd_fence_listen(order->values[0] ? -1 : atomic_load(&line), generation);
-	if (!mpsd_move(order->values[0] != 0, (enum mpsd_failover_again)order->values[1], !order->values[2], &times, &why)) {
+	how = (struct mpsd_move_order){ order->values[0] != 0, (enum mpsd_failover_again)order->values[1], !order->values[2],
+					order->values[4] != 0 };
+	if (!mpsd_move(&how, &times, &why)) {
 		message = mpsd_line_message(MPSD_FAILOVER_STAYED, generation, why);
 		stay();
 		return say(&message);
@@ -245,6 +248,7 @@ static void go_on_alone(void)
 
 static void rescue(void)
 {
+	struct mpsd_move_order how = { false, mode == MPSD_FAILOVER_EXACT ? MPSD_FAILOVER_IN_TURN : MPSD_FAILOVER_LOST, true, false };
 	uint64_t began = mpsd_now_ns();
 	struct mpsd_times times;
 	const char *why = NULL;
@@ -252,7 +256,7 @@ static void rescue(void)
 	/* The next daemon is told of no error of a context that was left. */
 	mpsd_own_error_take();
 	mpsd_fence_listen(-1, generation);
-	if (!mpsd_move(false, mode == MPSD_FAILOVER_EXACT ? MPSD_FAILOVER_IN_TURN : MPSD_FAILOVER_LOST, true, &times, &why)) {
+	if (!mpsd_move(&how, &times, &why)) {
 		generation = 0;
 		stay();
 		mpsd_say("cannot fail over without mpsd: %s; start mpsd again", why);

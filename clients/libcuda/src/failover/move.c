@@ -220,9 +220,11 @@ void mpsd_turn(bool may, struct mpsd_replayed *replayed)
 	mpsd_phase_end(true);
 }
 
-bool mpsd_move(bool planned, enum mpsd_failover_again again, bool was_logged, struct mpsd_times *times, const char **why)
+bool mpsd_move(const struct mpsd_move_order *order, struct mpsd_times *times, const char **why)
 {
-	bool is, in_turn, may_go_ahead = mpsd_exact() && !planned && again == MPSD_FAILOVER_AGAIN;
+	enum mpsd_failover_again again = order->again;
+	bool is, in_turn, planned = order->planned;
+	bool may_go_ahead = mpsd_exact() && !planned && again == MPSD_FAILOVER_AGAIN;
 
 	times->replayed = (struct mpsd_replayed){ 0 };
 	*why = "the replay of the previous fail-over is not complete";
@@ -237,7 +239,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, bool was_logged, st
 	mpsd_standby_leave(true);
 	mpsd_line_moves();
 	if (again == MPSD_FAILOVER_IN_TURN && mpsd_blame_is_told())
-		mpsd_blame_begin(mpsd_in_use_number(), was_logged);
+		mpsd_blame_begin(mpsd_in_use_number(), order->was_logged);
 	/* Of the move before, after which it still waits. */
 	mpsd_fence_finish();
 	is = hold_and_switch(&planned, may_go_ahead, times, why);
@@ -249,7 +251,7 @@ bool mpsd_move(bool planned, enum mpsd_failover_again again, bool was_logged, st
 		mpsd_exact_stay();
 	}
 	in_turn = again == MPSD_FAILOVER_IN_TURN || again == MPSD_FAILOVER_AT_ONCE;
-	times->whose = mpsd_blame_end();
+	times->whose = mpsd_blame_end(order->hurries);
 	/* Who made the fault does nothing here, whatever it had in flight, before it is known what becomes of it. */
 	if (is && in_turn && (mpsd_exact_is_due(&times->replayed.operations, &times->takes_ns) ||
 			      times->whose == MPSD_FAILOVER_WHOSE_OWN)) {

@@ -51,11 +51,14 @@ int mpsd_left_ms(void);
 unsigned int mpsd_left_numbers(unsigned int *numbers);	/* MPSD_COPY_NUMBERS at most */
 unsigned int mpsd_left_changes(void);
 
-/*
- * Hold all calls, end what the old context may write, and go on in the standby. `planned`: that context is well.
- * With IN_TURN and AT_ONCE what was in flight may wait, if there is anything. `was_logged`: mpsd_blame_begin() has it.
- */
-bool mpsd_move(bool planned, enum mpsd_failover_again again, bool was_logged, struct mpsd_times *times, const char **why);
+struct mpsd_move_order {
+	bool planned;			/* the old context is well */
+	enum mpsd_failover_again again;	/* IN_TURN, AT_ONCE: what was in flight may wait, if there is anything */
+	bool was_logged, hurries;	/* as blame.h has them */
+};
+
+/* Hold all calls, end what the old context may write, and go on in the standby. */
+bool mpsd_move(const struct mpsd_move_order *order, struct mpsd_times *times, const char **why);
 
 /* rest.c. NOT_READY: not in time. What a loss says: the context is not well any more, and its work is lost. */
 CUresult mpsd_come_to_rest(void);
