@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -18,6 +19,7 @@ from faultinject.campaigns.outages import effects
 from faultinject.campaigns.outages.effects import LAST_WORDS, Death, complaints, last_words, sweep_of_kind
 from faultinject.rig.libraries import Libraries
 from faultinject.rig.node import Node, open_simulated_node
+from mpsd.base.errors import NotReadyError
 from tests.support.libcudas import session_libraries
 from tests.support.long import of
 
@@ -129,6 +131,46 @@ def test_an_outcome_of_the_sweep_is_the_worst_complaint() -> None:
     assert verdict(faulted=0, complaints=["the fault had no effect"]) == "unknown"
     assert verdict(faulted=1, complaints=["1 programs met an error"]) == "invalid"
     assert verdict(problem="no rig", complaints=["no rig"]) == "invalid"
+
+
+class Late(effects.EffectDeaths):
+    """mpsd dies when the fault is over, before the reports are collected."""
+
+    def __init__(self, *, ends: bool) -> None:
+        self._launched_for, self._next, self._counts, self._servers = 60, 0, False, []
+        self._rig: Any = SimpleNamespace(mpsd=SimpleNamespace(ended=ends), spawn=lambda *_: self.offender)
+        self._bystander: Any = SimpleNamespace(stall=lambda: None)
+        self.offender = MagicMock()
+        self.offender.wait.return_value = SimpleNamespace(what="gone")
+        self.calls: list[str] = []
+        self._tell = lambda _: None
+
+    def _replace_lost(self) -> None: ...
+    def _wait_until_ready(self, servers: Any) -> None: ...
+    def _reset_reports(self) -> None: ...
+    def _active_domain(self) -> str:
+        return "d1"
+
+    def _arm(self) -> int:
+        return 0
+
+    def _follow(self, death: Death, offender: Any, faulting: str) -> None:
+        self.calls.append("follow")
+        death.died = len(self.calls) > 1
+
+    def _collect_death(self, death: Death, at: float, before: int) -> None:
+        self.calls.append("collect")
+        if not death.died:
+            raise NotReadyError("no daemon answers")
+
+
+@pytest.mark.parametrize(("ends", "says"), [(True, []), (False, ["no daemon answers"])])
+def test_mpsd_may_die_of_a_late_effect(ends: bool, says: list[str]) -> None:
+    """Without its death there is no reason why it should not answer."""
+    course = Late(ends=ends)
+    found = course.death("store", 60, 61)
+    assert (found.died, found.complaints) == (ends, says)
+    assert course.calls == ["follow", "collect"] * (2 if ends else 1)
 
 
 PROBLEM = "the domain stays"

@@ -86,10 +86,14 @@ class EffectDeaths(Outages):
             self._follow(death, offender, faulting)
             met = offender.wait("outcome", "gone", timeout=self._left(FAULT_S))
             death.faulted = int(met is not None and (met.what == "gone" or met.data["code"] != 0))
-            if not death.died:
-                death.effects = self._performed() - before
-            self._collect_programs(death, at)
-            self._collect_rest(death, at)
+            try:
+                self._collect_death(death, at, before)
+            except MpsdError:
+                if death.died or not self._rig.mpsd.ended:
+                    raise
+                # It performs some effects later, and died before one of them.
+                self._follow(death, offender, faulting)
+                self._collect_death(death, at, before)
         except (DeadlineError, MpsdError) as error:
             death.problem = str(error)
         finally:
@@ -99,6 +103,13 @@ class EffectDeaths(Outages):
         death.complaints += complaints(death)
         self._tell(f"{kind}, effect {effect} {death.before}: {'; '.join(death.complaints) or 'valid'}")
         return death
+
+    def _collect_death(self, death: Death, at: float, before: int) -> None:
+        """`before`: the effects that mpsd had performed until the order. Raises DeadlineError, MpsdError."""
+        if not death.died:
+            death.effects = self._performed() - before
+        self._collect_programs(death, at)
+        self._collect_rest(death, at)
 
     def _launch(self, effect: int) -> None:
         """Start an mpsd that will die before this effect, counted from the signal. Raises MpsdError."""
