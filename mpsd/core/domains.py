@@ -15,7 +15,7 @@ from mpsd.core import events as ev
 from mpsd.core import leases, lists, slots
 from mpsd.core.draft import Draft
 from mpsd.core.effects import ArmTimer, AskServer, StartDomain, StopDomain, SwitchPath
-from mpsd.core.failover import outcomes, plan, restart, suspects
+from mpsd.core.failover import outcomes, plan, restart
 from mpsd.core.faults import poisoned as endings
 from mpsd.core.killing import kill_by_policy
 from mpsd.core.lifecycle import DomainTrigger, next_domain_state
@@ -355,7 +355,7 @@ def leave(draft: Draft, name: str, trigger: DomainTrigger, *, planned: bool = Fa
         _make_way(draft, domain)
     # First, because a program's pause lasts from the fault until it receives this command.
     drained = planned and trigger is DomainTrigger.RETIRE
-    plan.domain_left(draft, name, suspects.DRAIN_MOVE if drained else trigger.value, planned)
+    plan.domain_left(draft, name, "drain" if drained else trigger.value, planned)
     if domain.state is DomainState.FAULTED:
         # The server has no contexts any more: no work of exited clients can still run.
         leases.release_exited(draft, name)

@@ -498,19 +498,6 @@ def test_drain_moves_who_is_ready_without_a_fault() -> None:
     assert world.ever(fx.StopDomain) == [fx.StopDomain("d1", ON.stop_deadline_s)]
 
 
-def test_a_drain_does_not_count_for_the_limit_of_moves() -> None:
-    world = site(10, policy=replace(ON, moves_per_minute=1))
-    world.do(ev.DrainRequested((), True))
-    assert world.told() == [10]
-    world.moved(10, 2)
-    world.do(ev.DrainRequested((), False))
-    world.started("d3")
-    world.is_ready(10, 3)
-    world.attach(12, "d2")
-    world.wait(5).fault(12, domain="d2")
-    assert world.told() == [10]
-
-
 def test_homes_outlive_the_daemon() -> None:
     world = Site(ON)
     world.do(ev.SlotWanted(SLOT, (GPU,), UID, start=False))

@@ -28,7 +28,6 @@ from mpsd.core.failover.participants import (
     ParticipantOutcome,
     Standing,
 )
-from mpsd.core.failover.suspects import DRAIN_MOVE
 from mpsd.core.state import DomainState, Policy
 from tests.support.core import UID, World, facts
 from tests.support.long import of
@@ -100,8 +99,6 @@ class FailoverDaemon(base.Daemon):
         hang = [r for r in sure if r.fault_class == "hang" or r.hit is not None]
         named = {r.offender.id.process for r in sure if r not in hang and r.offender}
         assert who not in named, f"{who} was named"
-        if effect.why == DRAIN_MOVE:
-            return
         recent = [t for t in self.moves.get(who, []) if self.world.now - t < 60]
         assert len(recent) < MOVES
         self.moves[who] = [*recent, self.world.now]

@@ -526,7 +526,7 @@ def on_drain(draft: Draft, event: ev.DrainRequested) -> None:
         if draft.state.slots[domain.slot].active == domain.id or domain.state is DomainState.FULL:
             domains.leave(draft, domain.id, DomainTrigger.RETIRE, planned=True)
         else:
-            plan.domain_left(draft, domain.id, suspects.DRAIN_MOVE, planned=True)
+            plan.domain_left(draft, domain.id, "drain", planned=True)
 
 
 def on_copies(draft: Draft, event: ev.DriverFilesSeen) -> None:

@@ -283,7 +283,7 @@ def _tell(
     order = Move(participant.process, participant.generation, why, planned, said, exception_logged, may_go_on)
     draft.emit(replace(order, hurries=hurries and may_go_on))
     told = tuple(t for t in participant.told if draft.now - t < MINUTE_S)
-    if why not in suspects.UNCOUNTED_MOVES:
+    if why not in (suspects.TRIAL_MOVE, suspects.JOIN_MOVE):
         told = (*told, draft.now)
     guessed = draft.now if again is ReplayMode.AT_ONCE else participant.guessed
     owed = again in (ReplayMode.IN_TURN, ReplayMode.AT_ONCE)

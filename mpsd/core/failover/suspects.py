@@ -28,10 +28,6 @@ DOUBTED_MOST = 4
 of them."""
 TRIAL_MOVE, JOIN_MOVE = "trial", "trial over"
 """Triggers of the moves into a trial domain and out of it."""
-DRAIN_MOVE = "drain"
-"""The trigger of a move by `mpsd-ctl drain`."""
-UNCOUNTED_MOVES = (TRIAL_MOVE, JOIN_MOVE, DRAIN_MOVE)
-"""Triggers of moves that do not count for the limit of moves per minute, which ends a series of faults."""
 JOIN, JOIN_S = "failover-join", 5.0
 """Name of the timer that brings a cleared suspect back to the others, and its delay [s]. Its former context
 there, which has the same name, has been unloaded by then."""
