@@ -60,7 +60,7 @@ Variables:
   MPSD_FAILOVER_SOCKET     the daemon's socket for fail-over, at level failover
   MPSD_PROTECTION          the level at the program's start
 
-A program with MPSD_FAILOVER=keep or off in its environment has level guard.
+A program with MPSD_FAILOVER=keep or off in its environment has level guard at most.
 
 In a container, NVIDIA_VISIBLE_DEVICES names the GPUs: by the machine's index, by UUID, by a CDI name
 (nvidia.com/gpu=0), or as all, none or void. Numbers in CUDA_VISIBLE_DEVICES count the GPUs of the container

@@ -99,8 +99,10 @@ static bool is_of_host(const CUmemLocation *location)
 /* The host is one NUMA node. */
 static bool is_location(const CUmemLocation *location)
 {
-	return is_of_host(location) ? location->type == CU_MEM_LOCATION_TYPE_HOST || location->id == 0 :
-	       location->type == CU_MEM_LOCATION_TYPE_DEVICE && is_device(location->id);
+	if (location->type == CU_MEM_LOCATION_TYPE_DEVICE)
+		return is_device(location->id);
+	return location->type == CU_MEM_LOCATION_TYPE_HOST ||
+	       (location->type == CU_MEM_LOCATION_TYPE_HOST_NUMA && location->id == 0);
 }
 
 static bool is_valid(const CUmemAllocationProp *prop)
@@ -270,7 +272,7 @@ static bool covers_whole_mappings(CUdeviceptr ptr, size_t size)
 	return size != 0;
 }
 
-/* Of the host to its memory, too; but its threads do not see the memory there. */
+/* The host may have access to its own memory, but here its threads do not see it at that address. */
 static bool is_access(const CUmemAccessDesc *desc)
 {
 	return is_location(&desc->location);

@@ -113,10 +113,11 @@ def may_replay_together(state: State, domain: Domain, here: Iterable[ProcessInst
 
 
 def has_youngest_ended(state: State, domain: Domain, here: Iterable[ProcessInstance]) -> bool:
-    """Return whether the process of `here` that was started last has exited, or its connection has ended."""
-    youngest = max(here, key=_age, default=None)
-    if youngest is None:
-        return False
+    """Return whether the process of `here` that was started last has exited, or its connection has ended.
+
+    `here`: not empty.
+    """
+    youngest = max(here, key=_age)
     participant = state.members.get(youngest)
     lives = any(c.id.process == youngest and c.living for c in state.clients_of(domain.id))
     return not lives or (participant is not None and not participant.connected)

@@ -21,7 +21,7 @@ void mpsd_blame_prepare(void);
  */
 void mpsd_blame_begin(unsigned int number, bool was_logged);
 
-/* What was found; who looks for longer than that is worth has found nothing. `hurries`: it is worth nothing any more. */
+/* What was found; who looks for longer than that is worth has found nothing. `hurries`: a look under way is not waited for. */
 enum mpsd_failover_whose mpsd_blame_end(bool hurries);
 
 /* What the daemon knows of it: 0: not the word, 1: not NO_SIGN, 2: all. */

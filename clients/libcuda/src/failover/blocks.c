@@ -25,7 +25,7 @@
 #define FENCE_MS 1000
 #define FIRST_NAME ((CUmemGenericAllocationHandle)0x6d707364 << 32)	/* no handle of a driver's was seen there */
 
-const char mpsd_vmm_outside[] = "memory that the program maps outside a window";
+const char mpsd_vmm_outside[] = "memory of the host or outside a window that the program maps";
 
 static struct mpsd_block *blocks[MPSD_VMM_BUCKETS];
 
@@ -126,7 +126,7 @@ static bool note_block(CUmemGenericAllocationHandle *handle, size_t size, const 
 	return true;
 }
 
-/* The driver has made it: `goes_along`: its memory can go to the next copy. */
+/* Of what the driver has made. `goes_along`: the next copy can have it too, if it can be exported. */
 static CUresult created(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop, bool goes_along)
 {
 	CUresult result = CUDA_SUCCESS;
@@ -141,12 +141,13 @@ static CUresult created(CUmemGenericAllocationHandle *handle, size_t size, const
 		mpsd_turn_give(turn);
 		return MPSD_AGAIN;
 	}
-	goes_along = goes_along && export(*handle, &fd);
+	if (goes_along && !export(*handle, &fd))
+		fd = -1;
 	is = note_block(handle, size, prop, fd);
 	if (!is && fd >= 0)
 		close(fd);
 	mpsd_vmm_leave(result);
-	return is && (goes_along || is_of_host(prop)) ? result : mpsd_line_made(result, "memory that cannot be exported");
+	return is && (fd >= 0 || !goes_along) ? result : mpsd_line_made(result, "memory that cannot be exported");
 }
 
 CUresult make_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,

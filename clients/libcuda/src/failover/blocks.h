@@ -25,7 +25,7 @@ struct mpsd_block {
 	unsigned int natives, names;	/* references of that copy's, and the program's */
 	unsigned int mappings;
 	int fd;				/* of its memory; -1: there is none */
-	bool is_anew;			/* it does not go along: a copy makes it anew, as long as it is not mapped */
+	bool is_anew;			/* each copy makes it, until it is mapped; a forked child has no `fd` of others either */
 	size_t size;			/* 0: unknown */
 	CUmemAllocationProp property;	/* as the program wanted it */
 };
@@ -36,7 +36,7 @@ struct mpsd_block *mpsd_block_find(CUmemGenericAllocationHandle name);
 /* What the copy in use calls it. */
 CUresult mpsd_block_native(struct mpsd_block *block, CUmemGenericAllocationHandle *native);
 
-/* The copy in use has answered that handle for something that is mapped outside: in the name of the program's for it. */
+/* Locked. The copy in use has answered that handle for something mapped outside; `handle` becomes what the program calls it. */
 void mpsd_block_retained(CUmemGenericAllocationHandle *handle);
 
 /* It may have a name or a mapping less. */
