@@ -48,13 +48,13 @@ def test_where_the_youngest_does_nothing_again_the_others_do_at_once_and_side_by
     ("who", "has_ended"),
     [("a stranger", False), ("one that has just ended", True), ("one in mode keep", False)],
 )
-def test_nobody_waits_for_a_search_if_the_likely_offender_has_ended(who: str, has_ended: bool) -> None:
+def test_searches_are_not_awaited_if_the_likely_offender_has_ended(who: str, has_ended: bool) -> None:
     """A stranger that lives may be innocent, and the search may find that."""
     told = {e.process.pid: e.hurries for e in guessed(who).ever(fx.Move)}
     assert {told[10], told[11]} == {has_ended}
 
 
-def test_nobody_waits_for_a_search_if_the_youngest_participant_has_gone() -> None:
+def test_searches_are_not_awaited_if_the_youngest_participant_has_gone() -> None:
     world = all_told(10, 11)
     world.do(mev.MemberLeft(process(11)))
     lost(world)

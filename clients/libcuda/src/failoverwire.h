@@ -71,7 +71,7 @@
  *			moved, maybe beside others (mode exact); 1: the driver logged no SM exception, so no SM keeps an
  *			address of one (a program of an earlier release reads them all the same); 1: who denies the exception in
  *			LOOKED goes on as soon as it has moved, and no TURN comes then; 1: who made the exception has ended, it seems,
- *			so nobody waits for what a look finds; text: why
+ *			so a look that is still under way is not waited for; text: why
  */
 #pragma once
 
